@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -67,9 +68,9 @@ class DocumentCost:
         """Visible pairs of documents of these lengths, the mean over the layers."""
         lengths = np.asarray(lengths, np.int64)
         total = np.zeros(lengths.shape)
-        for window in self.windows:
+        for window, layers in Counter(self.windows).items():
             near = lengths if window is None else np.minimum(lengths, window)
-            total += near * (near + 1) // 2 + (lengths - near) * near
+            total += layers * (near * (near + 1) // 2 + (lengths - near) * near)
         return total / len(self.windows)
 
 

@@ -81,6 +81,11 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--batch", help="sequences in a batch, over all GPUs; default that of the run, or 1"
     )
+    model.add_argument(
+        "--lengths",
+        help="tokens of the documents that fill the sequences: lognormal:MEDIAN,MEAN, or a text "
+        "file with a number on each line; default one document for each sequence",
+    )
     search = made.add_argument_group("search: everything that is not given")
     for role in DEGREES:
         search.add_argument(f"--{role}", type=int, help="degree of the mesh")
@@ -136,10 +141,10 @@ def _plan(args: argparse.Namespace) -> Any:
     )
     if args.here:
         call = call_of(_model(args), args.seq_len, args.batch)
-        return plan_of(_here(args, call), call, options, top=args.top)
+        return plan_of(_here(args, call), call, options, lengths=args.lengths, top=args.top)
     typed = ("nodes", "gpus_per_node", "port", "ports", "inside", "half_duplex", "latency")
     return plan(
-        **{name: getattr(args, name) for name in (*typed, "seq_len", "batch", "top")},
+        **{name: getattr(args, name) for name in (*typed, "seq_len", "batch", "lengths", "top")},
         gpu=_gpu(args),
         model=_model(args),
         options=options,

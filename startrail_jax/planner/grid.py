@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,18 @@ class Call:
     """Tokens in a sequence."""
     batch: int
     """Sequences of a batch, over all devices."""
+    visible: Mapping[int, float] = field(default_factory=dict)
+    """Data-parallel degree -> of the pairs of a query and a key that a layer without a window
+    shows, the share that documents leave to the replica that has most; 1 for all others."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a training step, as `ModelSizes.flops_per_token` counts them."""
+        model, length = self.model, self.seq_len
+        # Forward and backward, a visible pair takes 12 FLOPs for each channel of the queries.
+        hidden = (1 - self.visible.get(1, 1.0)) * (length + 1) / 2 * self.windows.get(None, 0)
+        attention = 12 * model.heads * model.head_dim * hidden
+        return (model.flops_per_token(length) - attention) * length * self.batch
 
     @property
     def causal(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from startrail_jax.documents import DocumentCost
 from startrail_jax.errors import InputError
 from startrail_jax.planner.quantities import LARGEST_SIZE
 
@@ -176,6 +177,14 @@ class ModelSizes:
         attention = 4 * self.heads * self.head_dim * pairs / seq_len
         head = (2 if self.takes_values else 1) * self.width * self.outputs
         return 3.0 * (2 * (self.layers * self.layer_matrices + head) + attention)
+
+    @property
+    def document_cost(self) -> DocumentCost:
+        """What tokens and visible pairs of documents take, in FLOPs of a token."""
+        alone, two = (self.flops_per_token(n) for n in (1, 2))
+        # One token sees itself; each of two tokens sees 1.5 on average.
+        pair = 2 * (two - alone)
+        return DocumentCost(token=1.0, pair=pair / (alone - pair), windows=self.layer_windows)
 
     def _pairs(self, window: int | None, seq_len: int) -> int:
         """Pairs of a query and a key that the mask of a layer shows in a sequence."""

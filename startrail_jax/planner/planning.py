@@ -11,6 +11,13 @@ import numpy as np
 from startrail_jax.errors import InputError
 from startrail_jax.planner.command import command_of, remarks
 from startrail_jax.planner.config_json import find_model
+from startrail_jax.planner.documents import (
+    DocumentForecast,
+    cut,
+    forecast,
+    read_lengths,
+    visible_shares,
+)
 from startrail_jax.planner.grid import Call
 from startrail_jax.planner.hardware import Cluster, Gpu, find_gpu
 from startrail_jax.planner.models import ModelSizes, check_model
@@ -59,6 +66,9 @@ class Plan:
     reason: str | None
     """Why the winner wins, and what its seconds are spent on, in two sentences; None if nothing
     fits."""
+    documents: DocumentForecast | None
+    """The same for whole documents, each on few GPUs, if their lengths were given; None if not, or
+    if nothing fits."""
     num_settings: int
     """Settings of the degrees and of the order of the axes."""
     num_candidates: int
@@ -110,6 +120,7 @@ class Plan:
             "illegal": self.illegal,
             "frugal": _as_dict(self.frugal),
             "reason": self.reason,
+            "documents": asdict(self.documents) if self.documents else None,
             "notes": self.notes,
             "command": self.command,
         }
@@ -168,6 +179,8 @@ class Plan:
                 f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {speed}: "
                 f"{self.frugal.label}; {describe(self.frugal)}."
             )
+        if self.documents is not None:
+            lines.append(_of_documents(self.documents))
         lines += ["", self.command, *remarks(self.call, self.cluster)]
         return [*lines, "", columns]
 
@@ -179,6 +192,20 @@ def describe(choice: Prediction) -> str:
     words += ["offload"] * savings.offload
     words += [f"tile {choice.tile}"] * (choice.tile is not None)
     return ", ".join(words)
+
+
+def _of_documents(found: DocumentForecast) -> str:
+    """What whole documents change, and the flags for them."""
+    faster = found.tokens_per_second / found.rows_tokens_per_second
+    mesh = " ".join(f"--mesh.{x} {n}" for x, n in found.mesh.degrees.items() if n > 1)
+    held = found.held
+    return (
+        f"In rows, {found.rows_tokens_per_second:,.0f} tokens of documents in a second; "
+        f"{faster:.2f} times as many with each document on as few GPUs as hold\nit "
+        f"(--data.batches documents {mesh}): {held.alone / held.tokens:.0%} of the tokens are sent "
+        f"nowhere, {held.padding:.1%} of the places are padding, and the busiest GPU works "
+        f"{held.balance:.2f} times the mean."
+    )
 
 
 _WAITS = {
@@ -279,6 +306,7 @@ def plan(
     latency: str | None = None,
     seq_len: str | float | int | None = None,
     batch: str | float | int | None = None,
+    lengths: str | None = None,
     options: Search | None = None,
     top: int = 8,
 ) -> Plan:
@@ -298,6 +326,8 @@ def plan(
         latency: time of a message through a port, such as "10us"; None for that of NCCL.
         seq_len: tokens in a sequence, as a number or as "512K"; None for that of the model.
         batch: sequences in a batch, over all devices; None for that of the run, or 1.
+        lengths: tokens of the documents that fill the sequences, as the path of a text file with
+            a number on each line or as "lognormal:MEDIAN,MEAN"; None for one in each sequence.
         options: what is searched; None for everything.
         top: number of settings to rank.
 
@@ -328,7 +358,7 @@ def plan(
     if latency is not None:
         cluster = replace(cluster, latency=parse_seconds(latency, "--latency"))
     call = call_of(model, seq_len, batch)
-    return plan_of(cluster, call, options or Search(), top=as_count(top, "--top"))
+    return plan_of(cluster, call, options or Search(), lengths=lengths, top=as_count(top, "--top"))
 
 
 def call_of(
@@ -347,9 +377,20 @@ def call_of(
     return Call(model=sizes, seq_len=length, batch=count)
 
 
-def plan_of(cluster: Cluster, call: Call, options: Search, *, top: int = 8) -> Plan:
+def plan_of(
+    cluster: Cluster, call: Call, options: Search, *, lengths: str | None = None, top: int = 8
+) -> Plan:
     """The plan of a cluster and a call: see `plan`."""
     check_options(options)
+    pieces = None
+    if lengths is not None:
+        if not call.causal:
+            raise InputError(
+                "--lengths are those of documents of text, in causal attention; got --lengths "
+                f"{lengths} and --model {call.model.name}. Leave it out."
+            )
+        pieces = cut(read_lengths(lengths), call.seq_len)
+        call = replace(call, visible=visible_shares(pieces, call.seq_len, call.batch))
     found = Candidates(cluster, call, options)
     ours = ~found.mask(lambda settings: settings.published)
     ranked = found.best(ours, top)
@@ -361,6 +402,7 @@ def plan_of(cluster: Cluster, call: Call, options: Search, *, top: int = 8) -> P
         for choice in found.best(found.mask(scheme) & alone & (ours | (name in _PUBLISHED)))
     }
     fits = ranked[0].fits
+    whole = None if pieces is None else forecast(found, pieces, cluster, call, options)
     near = np.flatnonzero(ours & found.fits & (found.seconds <= _NEAR * ranked[0].seconds))
     frugal = found.prediction(near[found.memory[near].argmin()]) if fits else ranked[0]
     return Plan(
@@ -372,6 +414,7 @@ def plan_of(cluster: Cluster, call: Call, options: Search, *, top: int = 8) -> P
         illegal={name: _why_illegal(found, name) for name in known if name not in baselines},
         frugal=frugal,
         reason=_reason(found, ranked[0]) if fits else None,
+        documents=whole,
         num_settings=len(found.settings),
         num_candidates=len(found.seconds),
         num_fitting=int(np.count_nonzero(found.fits)),

@@ -296,7 +296,6 @@ class Candidates:
         parts = {name: float(seconds[0]) for name, seconds in step.parts(savings).items()}
         call, cluster = self.call, self.cluster
         seconds = sum(parts.values())
-        flops = call.model.flops_per_token(call.seq_len) * call.seq_len * call.batch
         passes = [step.forward, step.backward] + [step.forward] * (savings.remat == "full")
         scheme = scheme_of(degrees)
         return Prediction(
@@ -310,7 +309,7 @@ class Candidates:
             gradient_dtype=self.options.gradient_dtype,
             seconds=seconds,
             parts=parts,
-            mfu=flops / seconds / (cluster.num_gpus * self._timing.speed),
+            mfu=call.flops / seconds / (cluster.num_gpus * self._timing.speed),
             memory_bytes=_one(footprint.device_bytes),
             host_bytes=_one(footprint.host_bytes),
             fits=bool(_one(footprint.device_bytes) <= self._limit),

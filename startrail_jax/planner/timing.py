@@ -146,8 +146,8 @@ class Timing:
         forms = [_with_rounds(x, window) for x in self._forms]
         outer = np.array([len(x.offsets) // x.options.inner for x in forms])
         forward = self._moves([x.ring() for x in forms], backward=False)
-        travellers = [x.traveller for x in self._forms]
-        backward = [x.gradient_ring(side) for x, side in zip(forms, travellers, strict=True)]
+        pairs = zip(forms, self._forms, strict=True)
+        backward = [x.gradient_ring(alike.traveller) for x, alike in pairs]
         return _Turns(forward, self._moves(backward, backward=True), outer[self._form])
 
     def _moves(self, passes: Sequence[Sequence[Transfer]], *, backward: bool) -> list[Move]:
@@ -344,7 +344,8 @@ class Timing:
         # Their squares would overflow integers.
         length = call.padded(s.sequence).astype(float)
         if window is None:
-            pairs = length**2 * call.batch / (2 if call.causal else 1)
+            visible = np.array([call.visible.get(n, 1.0) for n in s.data.tolist()])
+            pairs = visible * length**2 * call.batch / (2 if call.causal else 1)
             flops = 4 * pairs * model.heads * model.head_dim / self.cluster.num_gpus / s.ring
         else:
             heads = call.batch // s.data * (model.heads // (s.head * s.tensor))

@@ -3,6 +3,7 @@ best is the best of all."""
 
 import dataclasses
 import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ from startrail_jax import masks
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
 from startrail_jax.planner import here
+from startrail_jax.planner.documents import visible_shares
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
 from startrail_jax.planner.here import LinkSpeed, _ports, measure_cluster
@@ -575,6 +577,76 @@ def test_steps_of_long_sequences_take_what_others_measured(size, tokens, nodes, 
         nodes=nodes, gpus_per_node=8, gpu="h100", port="50GB/s", model=model, seq_len=tokens, top=1
     )
     assert found.winner.seconds == pytest.approx(seconds, rel=0.1)
+
+
+SLOW_PORTS = dict(
+    nodes=16,
+    gpus_per_node=1,
+    gpu="h100",
+    port="1GB/s",
+    model=dataclasses.replace(MODELS["qwen3_8b"], name="given", **QWEN3["0.6B"]),
+)
+
+
+def test_documents_as_long_as_rows_take_as_long_as_rows(tmp_path):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("131072\n" * 40)
+    options = Search(zero=(0,), remat=("full",), degrees=dict(data=1, tensor=1), memory_fraction=1)
+    asked = dict(seq_len="128K", batch=1, options=options, **SLOW_PORTS)
+    gpu = dataclasses.replace(GPUS["h100"], memory_bytes=2**42)
+    found = st.plan(**{**asked, "gpu": gpu}, lengths=str(lengths))
+    assert found.documents.held.parts.keys() == {16}
+    assert found.documents.tokens_per_second == pytest.approx(131_072 / found.winner.seconds)
+    assert found.documents.rows_tokens_per_second == pytest.approx(131_072 / found.winner.seconds)
+    assert found.winner == st.plan(**{**asked, "gpu": gpu}).winner
+
+
+def test_short_documents_are_faster_whole_where_bytes_bind(tmp_path):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["4000"] * 600 + ["65536"] * 4))
+    found = st.plan(seq_len="64K", batch=4, lengths=str(lengths), **SLOW_PORTS)
+    faster = found.documents.tokens_per_second / found.documents.rows_tokens_per_second
+    assert faster > 1.5
+    assert found.documents.held.alone > 0.8 * found.documents.held.tokens
+    assert f"{faster:.2f} times as many" in str(found)
+    assert "--data.batches documents --mesh." in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["documents"]["held"]["tokens"] > 0
+
+
+def test_share_of_pairs_that_documents_leave():
+    lengths = np.array([5, 3, 9, 1, 14, 2, 6, 8])
+    shares = visible_shares(lengths, seq_len=4, batch=4)
+    # As if each token had the number of its document, in the same order.
+    order = np.random.default_rng(0).permutation(lengths)
+    rows = np.repeat(np.arange(8), order).reshape(3, 4, 4)
+    pairs = [[sum(x[i] == x[j] for i in range(4) for j in range(i + 1)) for x in y] for y in rows]
+    assert shares[1] == pytest.approx(np.mean(pairs) / 10)
+    assert shares[2] == pytest.approx(np.mean([max(x[0] + x[1], x[2] + x[3]) for x in pairs]) / 20)
+    assert shares[4] == pytest.approx(np.mean(np.max(pairs, axis=1)) / 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("lognormal:12", "mean"),
+        ("lognormal:12,12", "larger mean"),
+        ("lognormal:a,b", "--lengths"),
+        ("no such file", "text file"),
+        ("zero", "at least 1"),
+        ("words", "text file"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(tmp_path, monkeypatch, given, named):
+    monkeypatch.chdir(tmp_path)
+    Path("zero").write_text("3\n0\n")
+    Path("words").write_text("three\n")
+    with refused(InputError, named):
+        st.plan(seq_len="64K", lengths=given, **SLOW_PORTS)
+
+
+def test_lengths_of_images_are_refused():
+    with refused(InputError, "--lengths"):
+        st.plan(lengths="lognormal:10,20", **{**SLOW_PORTS, "model": "dit_1b"})
 
 
 @pytest.mark.parametrize(("remat", "times"), [("none", 3), ("full", 4)])

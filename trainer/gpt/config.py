@@ -407,8 +407,8 @@ class GPTTrainConfig(TrainConfig):
         if self.plan != "off" and self.whole_documents:
             raise InputError(
                 "plan predicts batches of rows; got "
-                f"plan={self.plan!r} with data.batches='documents'. Plan with --data.batches rows, "
-                "and give the mesh that it names."
+                f"plan={self.plan!r} with data.batches='documents'. Use the mesh that `python -m "
+                "startrail_jax.plan --lengths FILE` names, or --data.batches rows."
             )
         if self.lora.rank is not None and "gate" in self.lora.targets and self.model.mlp == "gelu":
             raise InputError(

@@ -17,7 +17,6 @@ from startrail_jax.analysis.cost import communication
 from startrail_jax.analysis.settings import legal_degrees
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
-from startrail_jax.documents import DocumentCost
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.data.parts import DeviceSplit, Parts
@@ -64,7 +63,7 @@ def make_parts(
         share=share,
         most=config.batch_size // attention.degrees.data,
         sharding=NamedSharding(mesh, PartitionSpec(None, names)),
-        cost=_cost(objective),
+        cost=objective.sizes.document_cost,
         draw=config.documents_drawn or 1,
     )
     return parts, tuple(attentions)
@@ -124,12 +123,3 @@ def _degrees(c: int, devices: int, config: TrainConfig, of_mesh: Degrees) -> Deg
         return sent.total.received_bytes, degrees.ring == 1, degrees.ring
 
     return dataclasses.replace(min(settings, key=received), data=devices // c)
-
-
-def _cost(objective: Objective) -> DocumentCost:
-    """Matrices and visible pairs of the model, in FLOPs of a token."""
-    alone, two = (objective.sizes.flops_per_token(n) for n in (1, 2))
-    # One token sees itself; each of two tokens sees 1.5 on average.
-    pair = 2 * (two - alone)
-    windows = objective.sizes.layer_windows
-    return DocumentCost(token=1.0, pair=pair / (alone - pair), windows=windows)

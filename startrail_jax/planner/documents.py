@@ -1,0 +1,199 @@
+"""What a step takes for documents of many lengths: in rows of one length, or each on few GPUs.
+
+In rows, documents follow each other, and attention sees no pair of two documents. As parts of a
+batch (`startrail_jax.documents`), a document lies on as few GPUs as hold it. Both have the matrices
+of all tokens and the visible pairs; they differ in what is sent, in padding, and in what the
+busiest replica has to do. Of a row, all devices count with the same work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from startrail_jax.documents import BatchPart, PartStream, PartSummary, summary
+from startrail_jax.errors import InputError
+from startrail_jax.planner.grid import Call
+from startrail_jax.planner.hardware import Cluster
+from startrail_jax.planner.quantities import parse_count
+from startrail_jax.planner.search import Candidates, Prediction, Search
+
+_DRAWN = 10_000
+"""Documents that are drawn from a distribution."""
+_STEPS = 50
+"""Steps of a batch that are assigned."""
+_SLOWEST = 1.5
+"""Meshes are tried whose rows take at most so many times as long as the fastest ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentForecast:
+    """A step of whole documents, on the mesh that is the fastest for them."""
+
+    mesh: Prediction
+    """The setting of rows of the longest documents, on whose mesh the parts lie."""
+    tokens_per_second: float
+    """Tokens of documents that all GPUs train on in a second."""
+    rows_tokens_per_second: float
+    """The same in rows, in the fastest setting for these."""
+    held: PartSummary
+    """What the parts hold."""
+
+
+def read_lengths(given: str) -> np.ndarray:
+    """Tokens of documents: int64 [documents].
+
+    Args:
+        given: "lognormal:MEDIAN,MEAN" for documents that are drawn from this distribution, or the
+            path of a text file with a whole number on each line.
+
+    Raises:
+        ValueError: if there is no such file, or it holds something else.
+    """
+    if given.startswith("lognormal:"):
+        sizes = [parse_count(x, "--lengths") for x in given.partition(":")[2].split(",")]
+        median, mean = sizes if len(sizes) == 2 else (1, 0)
+        if mean <= median:
+            raise InputError(
+                "--lengths lognormal takes a median and a larger mean; got "
+                f"{given!r}. Write for example lognormal:12432,18372."
+            )
+        spread = np.sqrt(2 * np.log(mean / median))
+        drawn = np.random.default_rng(0).lognormal(np.log(median), spread, _DRAWN)
+        return np.maximum(drawn, 1).astype(np.int64)
+    try:
+        lengths = np.loadtxt(Path(given), np.int64, ndmin=1)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "--lengths must be lognormal:MEDIAN,MEAN or a text file with the tokens of a document "
+            f"on each line; got {given!r}: {error}. Correct it."
+        ) from None
+    if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
+        raise InputError(
+            f"--lengths {given}: each line must hold one number of at least 1. Correct the file."
+        )
+    return lengths
+
+
+def cut(lengths: np.ndarray, longest: int) -> np.ndarray:
+    """The lengths of documents that are cut into pieces of `longest` tokens, and what is left."""
+    whole = np.full((lengths // longest).sum(), longest)
+    rest = lengths % longest
+    return np.concatenate([whole, rest[rest > 0]])
+
+
+def visible_shares(lengths: np.ndarray, seq_len: int, batch: int) -> dict[int, float]:
+    """Of the pairs of causal rows, the share that documents leave to the busiest replica.
+
+    Documents follow each other in random order, and the end of a row cuts them.
+
+    Args:
+        lengths: tokens of documents.
+        seq_len: tokens of a row.
+        batch: rows of a step.
+
+    Returns:
+        Data-parallel degree -> the share, the mean over steps. That of degree 1 is of all rows.
+    """
+    ends = np.cumsum(np.random.default_rng(0).permutation(lengths))
+    steps = max(int(ends[-1]) // (seq_len * batch), 1)
+    rows = np.arange(steps * batch + 1) * seq_len
+    bounds = np.union1d(ends[ends < rows[-1]], rows)
+    tokens = np.diff(bounds).astype(float)
+    of_row = np.bincount(bounds[:-1] // seq_len, tokens * (tokens + 1))
+    share = of_row.reshape(steps, batch) / (seq_len * (seq_len + 1.0))
+    return {
+        n: float(share.reshape(steps, n, -1).mean(2).max(1).mean())
+        for n in range(1, batch + 1)
+        if batch % n == 0
+    }
+
+
+def forecast(
+    found: Candidates, lengths: np.ndarray, cluster: Cluster, call: Call, options: Search
+) -> DocumentForecast | None:
+    """The mesh on which whole documents are predicted to be the fastest.
+
+    Args:
+        found: the candidates of rows.
+        lengths: tokens of documents, of at most `call.seq_len`.
+        cluster, call, options: those of the candidates.
+
+    Returns:
+        The forecast; None if no setting of rows fits the memory.
+    """
+    ours = ~found.mask(lambda s: s.published)
+    counts = sorted({int(n) for step, _ in found.kinds for n in step.settings.sequence})
+    meshes = [
+        mesh
+        for count in counts
+        for mesh in found.best(ours & found.mask(lambda s, n=count: s.sequence == n))
+        if mesh.fits
+    ]
+    if not meshes:
+        return None
+    fastest = min(mesh.seconds for mesh in meshes)
+    tried = [
+        _on_mesh(mesh, lengths, cluster, call, options)
+        for mesh in meshes
+        if mesh.seconds <= _SLOWEST * fastest
+    ]
+    speed, mesh, held = max(tried, key=lambda x: x[0])
+    rows = call.seq_len * call.batch / fastest
+    return DocumentForecast(
+        mesh=mesh, tokens_per_second=speed, rows_tokens_per_second=rows, held=held
+    )
+
+
+def _on_mesh(
+    mesh: Prediction, lengths: np.ndarray, cluster: Cluster, call: Call, options: Search
+) -> tuple[float, Prediction, PartSummary]:
+    """Tokens per second of whole documents on a mesh, and what the parts hold."""
+    longest = cluster.num_gpus // mesh.degrees["data"] // mesh.degrees["tensor"]
+    devices = cluster.num_gpus // mesh.degrees["tensor"]
+    share, cost = call.padded(longest) // longest, call.model.document_cost
+    degrees = [c for c in range(1, longest + 1) if devices % c == 0]
+    parts = PartStream(
+        lengths,
+        devices,
+        share=share,
+        parts_per_step=call.batch // mesh.degrees["data"],
+        cost=cost,
+        degrees=degrees,
+    )
+    steps = list(itertools.islice(parts, _STEPS))
+    held = summary(steps, lengths, devices, share=share, cost=cost)
+    seconds = len(steps) * _once(mesh)
+    for c, count in held.parts.items():
+        row = c * share
+        pairs = [_most_pairs(part, lengths) for step in steps for part in step if part.c == c]
+        visible = {devices // c: float(np.mean(pairs)) / (row * (row + 1) / 2)}
+        whole = replace(call, seq_len=row, batch=devices // c, visible=visible)
+        settings = replace(
+            options,
+            degrees={"data": devices // c, "tensor": mesh.degrees["tensor"]},
+            zero=(mesh.savings.zero,),
+            remat=(mesh.savings.remat,),
+            offload=(mesh.savings.offload,),
+            tiled=(False, True),
+            baselines=False,
+        )
+        alone = Candidates(cluster, whole, settings)
+        part = alone.best(np.ones(len(alone.seconds), bool))[0]
+        seconds += count * (part.seconds - _once(part))
+    return held.tokens / seconds, mesh, held
+
+
+def _once(step: Prediction) -> float:
+    """Seconds of what a step does once, however many parts it has."""
+    sums = step.parts["zero waits"] if step.savings.zero < 2 else 0.0
+    return step.parts["optimizer"] + sums
+
+
+def _most_pairs(part: BatchPart, lengths: np.ndarray) -> float:
+    """Visible pairs of the row of a part that has most."""
+    rows = (lengths[list(row)].astype(float) for row in part.rows)
+    return max(float((row * (row + 1) / 2).sum()) for row in rows)
