@@ -1,25 +1,25 @@
-"""Attention as `run.py` times it: programs, inputs, and the dense reference."""
+"""Attention as `run.py` times it, forward and backward: programs, inputs, and what is right."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 import startrail_jax as st
 from benchmarks.cluster.rounds import Processes, Timed
-from benchmarks.cluster.settings import ClusterSettings, Scheme
+from benchmarks.cluster.settings import ClusterSettings
+from benchmarks.schemes import Scheme
 from startrail_jax import masks, testing
 from startrail_jax.analysis.algorithms import GLOO, NCCL
-from startrail_jax.analysis.cost import Traffic, default_order
+from startrail_jax.analysis.cost import default_order
 from startrail_jax.analysis.ports import Messages, messages
 from startrail_jax.devices.nodes import node_grid
 from startrail_jax.errors import UnsupportedError
@@ -27,7 +27,6 @@ from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_order
 
 RESULTS = ("out", "dq", "dk", "dv")
-TITLES = {"forward": "forward", "both": "forward + backward"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +55,6 @@ class Place:
             devices_per_node=self.devices_per_node,
         )
 
-    @property
-    def algorithms(self) -> Any:
-        """Those of the collectives: of NCCL, or of gloo, over which CPUs talk."""
-        return GLOO if self.devices[0].platform == "cpu" else NCCL
-
     def received(
         self, degrees: st.Degrees, order: tuple[str, ...], sent: Callable[[Any], Messages]
     ) -> float:
@@ -68,10 +62,12 @@ class Place:
 
         Args:
             degrees, order: those of the mesh.
-            sent: the messages, given `algorithms`.
+            sent: the messages, given the algorithms of collectives: of NCCL, or of gloo, over which
+                CPUs talk.
         """
+        algorithms = GLOO if self.devices[0].platform == "cpu" else NCCL
         try:
-            traffic = sent(self.algorithms).through(node_grid(degrees, order, self.nodes).ravel())
+            traffic = sent(algorithms).through(node_grid(degrees, order, self.nodes).ravel())
         except UnsupportedError:  # The algorithm for such groups is not known here.
             return math.nan
         return max(traffic.received_by_device) if self.rails else traffic.port_received_bytes
@@ -81,7 +77,7 @@ class AttentionCalls:
     """The programs of all schemes.
 
     Args:
-        settings: sizes and passes.
+        settings: sizes.
         place: the devices.
         processes: the processes that share them.
     """
@@ -90,14 +86,20 @@ class AttentionCalls:
         self._settings = settings
         self.place = place
         self._processes = processes
+        self._reference: tuple[dict[str, np.ndarray], float] | None = None
 
     @functools.cached_property
-    def _inputs(self) -> list[np.ndarray]:
-        return _draw(self._settings)
-
-    @functools.cached_property
-    def _reference(self) -> _Reference:
-        return self._processes.once(lambda: _Reference(self._settings, self._inputs))
+    def _inputs(self) -> testing._Inputs:
+        own = self._settings
+        query = own.batch_size, own.seq_len, own.heads, own.head_dim
+        return testing._draw_inputs(
+            np.random.default_rng(0),
+            query=query,
+            key=(*query[:2], own.num_kv_heads, own.head_dim),
+            value_head_dim=own.head_dim,
+            dtype=own.dtype,
+            segment_ids=None,
+        )
 
     def _call(self, scheme: Scheme) -> dict[str, Any]:
         """Sizes and options of the attention call."""
@@ -121,112 +123,64 @@ class AttentionCalls:
             return choose_order(MeshConfig(), degrees, nodes, self._settings.call)
         return default_order(degrees, nodes, self._call(scheme))
 
-    def prepare(self, scheme: Scheme) -> list[Timed]:
-        """Compiles the programs of a scheme, and compares their results with the reference.
+    def prepare(self, scheme: Scheme) -> Timed:
+        """Compiles the program of a scheme, and compares its results with the reference.
 
         Raises:
             ValueError: if the scheme does not serve these sizes.
         """
         call, order = self._call(scheme), self.order(scheme)
-        report = st.communication(scheme.degrees, **call)
+        traffic = st.communication(scheme.degrees, **call).total
         mesh = self.place.mesh(scheme.degrees, order)
         attention = st.Attention(mesh, mask=call["mask"], layout=call["layout"], **scheme.options)
-        arrays = attention.shard(*self._inputs)
-        timed = []
-        for which in self._settings.passes:
-            function, arguments = (attention, arrays[:3]) if which == "forward" else (
-                partial(_both_passes, attention), arrays)  # fmt: skip
-            out = tuple(RESULTS) if which == "both" else RESULTS[0]
-            program, _ = self._processes.compile(jax.jit(function), arguments, out)
-            traffic: Traffic = report.forward if which == "forward" else report.total
-            found = Timed(
-                name=scheme.name,
-                what=TITLES[which],
-                run=partial(_finished, program, arguments),
-                expected=self.place.received(
-                    scheme.degrees, order, partial(messages, scheme.degrees, traffic.transfers)
-                ),
-                tolerance=self._reference.tolerance,
-            )
-            results = found.run()
-            results = results if which == "both" else (results,)
-            error = self._reference.error(attention, results)
-            found.error = self._processes.largest([error])[0]
-            timed.append(found)
-        return timed
+        given = self._inputs
+        arrays = attention.shard(given.query, given.key, given.value, given.dout)
 
+        def both_passes(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
+            out, pull = jax.vjp(attention, q, k, v)
+            return out, *pull(dout)
 
-def _draw(settings: ClusterSettings) -> list[np.ndarray]:
-    """Random q, k, v and dout on the host."""
-    rng = np.random.default_rng(0)
-    heads = (settings.heads, settings.num_kv_heads, settings.num_kv_heads, settings.heads)
-    size = settings.batch_size, settings.seq_len
-    dtype = jnp.dtype(settings.dtype)
-    return [rng.normal(size=(*size, n, settings.head_dim)).astype(dtype) for n in heads]
+        program, _ = self._processes.compile(jax.jit(both_passes), arrays, RESULTS)
+        error, tolerance = self._error(attention, program(*arrays))
+        return Timed(
+            name=scheme.name,
+            what="forward + backward",
+            run=lambda: jax.block_until_ready(program(*arrays)),
+            expected=self.place.received(
+                scheme.degrees, order, partial(messages, scheme.degrees, traffic.transfers)
+            ),
+            error=error,
+            tolerance=tolerance,
+        )
 
-
-def _both_passes(attention: Any, q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
-    out, pull = jax.vjp(attention, q, k, v)
-    return out, *pull(dout)
-
-
-def _finished(program: Any, arguments: tuple[Any, ...]) -> Any:
-    return jax.block_until_ready(program(*arguments))
-
-
-class _Reference:
-    """Dense attention in float64 of the first row, for the queries of its first and last key head.
-
-    The reference is that of `startrail_jax.testing`; every process compares its own shards.
-    """
-
-    def __init__(self, settings: ClusterSettings, inputs: Sequence[np.ndarray]) -> None:
-        self.tolerance = 0.0
-        self._seq_len = settings.seq_len
-        ratio = settings.heads // settings.num_kv_heads
-        keys = sorted({0, settings.num_kv_heads - 1})
-        queries = [key * ratio + i for key in keys for i in range(ratio)]
-        self._heads = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
-        self._values: dict[str, np.ndarray] = {}
-        if len(queries) * settings.seq_len**2 > testing.MAX_LOGITS:
-            return
-        q, k, v, dout = (x[:1, :, which] for x, which in
-                         zip(inputs, (queries, keys, keys, queries), strict=True))  # fmt: skip
-        dlse = np.zeros((1, len(queries), settings.seq_len), np.float32)
-        arrays = testing._Inputs(query=q, key=k, value=v, dout=dout, dlse=dlse, segment_ids=None)
-        seen = np.ones((1, settings.seq_len, settings.seq_len), bool)
-        seen = np.tril(seen) if settings.causal else seen
-        seen = seen if settings.window is None else np.triu(seen, 1 - settings.window)
-        compute = partial(testing._reference, arrays, seen, settings.head_dim**-0.5)
-        self._values = {name: compute()[name] for name in RESULTS}
-        self.tolerance = testing.FLOAT32_TOLERANCE
-        if q.dtype != np.float32:
-            rounded = compute(dtype=q.dtype)
-            self.tolerance = testing.NARROW_ERROR_RATIO * max(
-                _error(rounded[name], self._values[name]) for name in RESULTS
-            )
-
-    def error(self, attention: st.Attention, results: Sequence[Any]) -> float:
-        """The largest error of the shards of this process; NaN if the reference is too large."""
-        if not self._values:
-            return float("nan")
-        positions = np.asarray(attention.layout.positions(self._seq_len))
-        worst = 0.0
-        for name, result in zip(RESULTS, results, strict=False):
-            wanted, heads = self._values[name], self._heads[name]
+    def _error(self, attention: st.Attention, results: tuple[Any, ...]) -> tuple[float, float]:
+        """The largest error of any process, and the largest that is allowed."""
+        if self._reference is None:
+            self._reference = self._processes.once(lambda: _reference(attention, self._inputs))
+        reference, tolerance = self._reference
+        worst = 0.0 if reference else math.nan
+        for result, right in zip(results, reference.values(), strict=bool(reference)):
+            largest, right = np.abs(right).max(), attention.layout.permute(right)
             for shard in result.addressable_shards:
-                rows, tokens, columns, _ = shard.index
-                if rows.start not in (None, 0):
-                    continue
-                here = list(range(result.shape[2])[columns])
-                both = [head for head in heads if head in here]
-                if both:
-                    found = np.asarray(shard.data)[0][:, [here.index(head) for head in both]]
-                    right = wanted[0][positions[tokens]][:, [heads.index(head) for head in both]]
-                    worst = max(worst, _error(found, right, np.abs(wanted).max()))
-        return worst
+                apart = np.abs(np.asarray(shard.data, np.float64) - right[shard.index]).max()
+                worst = max(worst, apart / largest)
+        return self._processes.largest([worst])[0], tolerance
 
 
-def _error(found: np.ndarray, right: np.ndarray, largest: float | None = None) -> float:
-    largest = np.abs(right).max() if largest is None else largest
-    return float(np.abs(found.astype(np.float64) - right).max() / largest)
+def _reference(
+    attention: st.Attention, given: testing._Inputs
+) -> tuple[dict[str, np.ndarray], float]:
+    """Dense attention in float64, and the largest error that is allowed; nothing if too large."""
+    batch, seq_len, heads, head_dim = given.query.shape
+    if batch * heads * seq_len**2 > testing.MAX_LOGITS:
+        return {}, 0.0
+    given = replace(given, dlse=np.zeros_like(given.dlse))
+    compute = partial(testing._reference, given, testing._visible(attention, given), head_dim**-0.5)
+    right, tolerance = compute(), testing.FLOAT32_TOLERANCE
+    if given.query.dtype != np.float32:
+        rounded = compute(dtype=given.query.dtype)
+        tolerance = testing.NARROW_ERROR_RATIO * max(
+            float(np.abs(rounded[name] - right[name]).max() / np.abs(right[name]).max())
+            for name in RESULTS
+        )
+    return {name: right[name] for name in RESULTS}, tolerance

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +15,10 @@ import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 
 from benchmarks.cluster.links import received_bytes
+from benchmarks.cluster.nodes import SHARED
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Timed:
     """A program that is timed."""
 
@@ -30,15 +30,14 @@ class Timed:
     """Runs it; returns when this process is done."""
     expected: float
     """Bytes that the busiest port should receive; NaN if that is not known."""
-    error: float = math.nan
+    error: float
     """Largest error of its results, relative to the largest value of each; NaN if unknown."""
-    tolerance: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    """Losses of the training steps so far."""
+    tolerance: float
+    """The largest error that is allowed."""
     seconds: list[float] = field(default_factory=list)
     """Time of the slowest process, in each round."""
     received: list[float] = field(default_factory=list)
-    """Bytes that the busiest port received, in each round."""
+    """Bytes that the busiest port received, in each round; NaN if they are not counted."""
 
     @property
     def is_wrong(self) -> bool:
@@ -49,16 +48,11 @@ class Timed:
         """Its row of the table; `yardstick` are the seconds of the first."""
         seconds, received = statistics.median(self.seconds), statistics.median(self.received)
         spread = (max(self.seconds) - min(self.seconds)) / seconds
-        over = received / self.expected - 1 if min(received, self.expected) > 0 else math.nan
-        columns = (
-            f"{received / 1e6:10.3f}" if received > 0 else f"{'-':>10}",
-            f"{self.expected / 1e6:10.3f}",
-            f"{over:+8.1%}",
-            f"{self.error:10.1e}",
-        )
-        text = "".join(columns).replace("+nan%", "    -").replace("nan", "  -")
+        over = received / self.expected - 1 if self.expected > 0 else math.nan
+        numbers = f"{received / 1e6:10.3f}{self.expected / 1e6:10.3f}{over:+8.1%}{self.error:10.1e}"
         return (
-            f"{self.name:<32}{seconds:9.3f}{spread:8.0%}{yardstick / seconds:9.2f}{text}"
+            f"{self.name:<32}{seconds:9.3f}{spread:8.0%}{yardstick / seconds:9.2f}"
+            f"{numbers.replace('+nan%', '    -').replace('nan', '  -')}"
             f"{' WRONG' if self.is_wrong else ''}"
         )
 
@@ -71,7 +65,8 @@ LEGEND = """
 s         median over the rounds of the time of the slowest process
 spread    longest minus shortest round, over the median
 x first   time of the first row over that of this one
-port MB   bytes that the busiest port received, by the kernel's count, less those of an idle round
+port MB   bytes that the busiest port of an emulated node received, by the kernel's count, less
+          those of an idle round
 expected  the same by st.communication with the algorithms of NCCL, or of gloo on CPUs; for a
           training step, by the collectives of the compiled program
 over      port MB over expected: what headers and acknowledgements add
@@ -93,24 +88,13 @@ class Processes:
     """What the processes of the cluster do together.
 
     Args:
-        shared: a folder that all processes see; None if there is none.
-        port: the network interface whose bytes are counted; None for none.
+        emulated: whether they are on one machine, where they share a folder, and count the bytes of
+            their ports.
     """
 
-    def __init__(self, *, shared: Path | None, port: str | None) -> None:
-        self._shared = shared
-        self._port = port
+    def __init__(self, *, emulated: bool) -> None:
+        self._emulated = emulated
         self._times = 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is process 0, which prints."""
-        return jax.process_index() == 0
-
-    def say(self, text: str) -> None:
-        """Prints text in process 0."""
-        if self.is_first:
-            print(text, flush=True)
 
     def compile(
         self, function: Any, arguments: tuple[Any, ...], out: Any
@@ -130,10 +114,10 @@ class Processes:
         def build() -> Any:
             nonlocal text
             compiled = function.lower(*arguments).compile()
-            text = compiled.as_text() if self.is_first else ""
+            text = compiled.as_text() if jax.process_index() == 0 else ""
             return compiled
 
-        if self._shared is None:
+        if not self._emulated:
             return build(), text
         payload = self.once(lambda: serialize_executable.serialize(build())[0])
         trees = jax.tree.structure((arguments, {})), jax.tree.structure(out)
@@ -145,16 +129,12 @@ class Processes:
         return loaded, text
 
     def once(self, compute: Callable[[], Any]) -> Any:
-        """What a function returns: computed in process 0 alone if all are on one machine.
-
-        Args:
-            compute: the function. What it returns can be pickled.
-        """
-        if self._shared is None:
+        """What a function returns: computed in process 0 alone if all are on one machine."""
+        if not self._emulated:
             return compute()
-        path = self._shared / f"once{self._times}"
+        path = SHARED / f"once{self._times}"
         self._times += 1
-        if self.is_first:
+        if jax.process_index() == 0:
             path.write_bytes(pickle.dumps(compute()))
         multihost_utils.sync_global_devices(path.name)
         return pickle.loads(path.read_bytes())
@@ -176,15 +156,13 @@ class Processes:
         for row in timed:
             row.seconds, row.received = self.largest(row.seconds), self.largest(row.received)
 
-    def _once(self, run: Callable[[], Any]) -> tuple[float, int]:
+    def _once(self, run: Callable[[], Any]) -> tuple[float, float]:
         """Seconds of one run, and the bytes that came meanwhile."""
-        before = self._received()
+        count = received_bytes if self._emulated else lambda: math.nan
+        before = count()
         multihost_utils.sync_global_devices("go")
         start = time.perf_counter()
         run()
         seconds = time.perf_counter() - start
         multihost_utils.sync_global_devices("done")
-        return seconds, self._received() - before
-
-    def _received(self) -> int:
-        return received_bytes(self._port) if self._port else 0
+        return seconds, count() - before

@@ -20,17 +20,13 @@ each message), latency, and cores of its own for each device. Only ratios of tim
 and only where ports are so slow that the network takes most of the time.
 
 With --distributed, each process of a real cluster runs the same command, as with train.py
-(`docs/cluster.md`), and uses all its devices. Bytes are counted with --interface.
+(`docs/cluster.md`), and uses all its devices.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
-import shlex
-import socket
 import sys
-import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -39,8 +35,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cluster import nodes as cluster_nodes
-from benchmarks.cluster.nodes import EMULATED, PRIVATE_FOLDER
-from benchmarks.cluster.settings import ClusterSettings, named_schemes
+from benchmarks.cluster.nodes import EMULATED
+from benchmarks.cluster.settings import ClusterSettings
+from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
 from trainer.command_line import parse
 from trainer.config import Distributed
@@ -54,10 +51,9 @@ EMULATION_ONLY = ("nodes", "devices", "rate", "inside")
 
 def main(argv: list[str]) -> int:
     command = parse(argv, default=ClusterSettings(), prog="cluster.py", description=__doc__)
-    settings, distributed = command.settings, command.distributed
-    if distributed.several:
-        return measure(settings, distributed)
-    return emulate(settings, argv)
+    if command.distributed.several:
+        return measure(command.settings, command.distributed)
+    return emulate(command.settings, argv)
 
 
 # On one machine ----------------------------------------------------------------------------------
@@ -73,13 +69,13 @@ def emulate(settings: ClusterSettings, argv: list[str]) -> int:
         )
     # What is wrong with the sizes and the schemes is said before anything starts.
     settings.check_length(len(settings.device_nodes))
-    schemes = named_schemes(settings.schemes, settings.call, settings.device_nodes)
+    schemes = settings.read_schemes(settings.device_nodes)
     sent = {settings.dtype, *(scheme.options.get("gradient_dtype") for scheme in schemes)}
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += [BFLOAT16_FLAG] * ("bfloat16" in sent)
     variables = {
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(settings.devices_of_process),
+        "JAX_NUM_CPU_DEVICES": "1" if settings.rails else str(settings.devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": " ".join(flags).strip(),
         "PYTHONUNBUFFERED": "1",
@@ -118,7 +114,7 @@ def measure(settings: ClusterSettings, distributed: Distributed) -> int:
 
 def silence_gloo() -> None:
     """Drops what C++ prints: gloo tells of every group of devices on standard output."""
-    sys.stdout = os.fdopen(os.dup(1), "w")
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.close(nothing)
@@ -130,41 +126,32 @@ def measure_joined(settings: ClusterSettings, *, emulated: bool) -> int:
 
     from benchmarks.cluster.attention import AttentionCalls
     from benchmarks.cluster.rounds import Processes, Timed, table
+    from benchmarks.cluster.training import TrainingSteps
 
-    processes = Processes(
-        shared=PRIVATE_FOLDER if emulated else None,
-        port=settings.port if emulated else settings.interface,
-    )
+    say = print if jax.process_index() == 0 else lambda _: None
+    processes = Processes(emulated=emulated)
     place = find_place(settings, emulated=emulated)
     settings.check_length(len(place.devices))
-    nodes = len(place.devices) // place.devices_per_node
-    facts: dict[str, Any] = {
-        "cluster": f"{nodes} x {place.devices_per_node} {place.devices[0].device_kind} devices"
-        + (f", emulated, {describe(settings)}" if emulated else ""),
-        "sizes": f"{settings.batch_size} x {settings.seq_len} tokens, {settings.heads} heads "
+    platform = place.devices[0].platform
+    say(
+        f"{max(place.nodes) + 1} x {place.devices_per_node} {place.devices[0].device_kind} devices"
+        + (f", emulated, {describe(settings)}" if emulated else "")
+        + f"; {settings.batch_size} x {settings.seq_len} tokens, {settings.heads} heads "
         f"({settings.num_kv_heads} key heads) of {settings.head_dim}, {settings.dtype}, "
         + ("causal" if settings.causal else "full")
-        + ("" if settings.window is None else f", window {settings.window}"),
-        "versions": f"jax {jax.__version__}, {os.cpu_count()} cores",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *(as_given(sys.argv) if emulated else sys.argv)]),
-    }
-    for name, fact in facts.items():
-        processes.say(f"{name}: {fact}")
+        + ("" if settings.window is None else f", window {settings.window}")
+        + f"; jax {jax.__version__}, {os.cpu_count()} cores"
+    )
     timed: list[Timed] = []
     for kind in settings.train or (None,):
         own = settings if kind is None else settings.of_model(kind)
         calls: Any = AttentionCalls(own, place, processes)
         if kind is not None:
-            from benchmarks.cluster.training import TrainingSteps
-
             calls = TrainingSteps(kind, own, calls, processes)
-        platform = place.devices[0].platform
-        for scheme in named_schemes(own.schemes, own.call, place.nodes, platform):
-            timed += calls.prepare(scheme)
-    processes.say(f"{len(timed)} programs are compiled and checked; timing")
+        timed += [calls.prepare(scheme) for scheme in own.read_schemes(place.nodes, platform)]
+    say(f"{len(timed)} programs are compiled and checked; timing")
     processes.run_rounds(timed, settings.rounds)
-    processes.say(table(timed))
+    say(table(timed))
     return int(any(row.is_wrong for row in timed))
 
 
@@ -175,26 +162,19 @@ def find_place(settings: ClusterSettings, *, emulated: bool) -> Any:
         ValueError: if nodes have different numbers of devices.
     """
     import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
 
     from benchmarks.cluster.attention import Place
 
     devices = sorted(jax.devices(), key=lambda x: (x.process_index, x.id))
-    if emulated:
-        per_node = settings.devices
-    else:
-        own = np.array([zlib.crc32(socket.gethostname().encode()) >> 1], np.int32)
-        hosts = np.asarray(multihost_utils.process_allgather(own)).ravel().tolist()
-        devices.sort(key=lambda x: hosts.index(hosts[x.process_index]))
-        counts = Counter(hosts[x.process_index] for x in devices)
-        per_node = max(counts.values())
-        if len(set(counts.values())) > 1:
-            raise InputError(
-                "Every node must have the same number of devices; got "
-                f"{', '.join(map(str, counts.values()))}. Use the same on all."
-            )
-    return Place(devices=tuple(devices), devices_per_node=per_node, rails=settings.rails)
+    nodes = nodes_of(devices, settings.devices if emulated else None)
+    counts = Counter(nodes)
+    if len(set(counts.values())) > 1:
+        raise InputError(
+            "Every node must have the same number of devices; got "
+            f"{', '.join(map(str, counts.values()))}. Use the same on all."
+        )
+    devices = [device for _, device in sorted(zip(nodes, devices, strict=True), key=lambda x: x[0])]
+    return Place(devices=tuple(devices), devices_per_node=counts[0], rails=settings.rails)
 
 
 def describe(settings: ClusterSettings) -> str:
@@ -202,12 +182,6 @@ def describe(settings: ClusterSettings) -> str:
     whose = "a device" if settings.rails else "a node"
     inside = f", {settings.inside} a device inside" if settings.inside else ""
     return f"one half-duplex port of {settings.rate} for {whose}{inside}"
-
-
-def as_given(words: list[str]) -> list[str]:
-    """The command line of the user, from that of a process of an emulated cluster."""
-    end = words.index("--distributed.coordinator")
-    return [os.path.relpath(words[0]), *words[1:end]]
 
 
 if __name__ == "__main__":

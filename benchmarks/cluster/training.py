@@ -13,7 +13,8 @@ import numpy as np
 import startrail_jax as st
 from benchmarks.cluster.attention import AttentionCalls
 from benchmarks.cluster.rounds import Processes, Timed
-from benchmarks.cluster.settings import LOCAL_LAYERS, ClusterSettings, Scheme
+from benchmarks.cluster.settings import LOCAL_LAYERS, ClusterSettings
+from benchmarks.schemes import Scheme
 from startrail_jax.analysis.ports import read_messages
 from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig, TrainConfig
@@ -51,7 +52,7 @@ class TrainingSteps:
         self._tolerance = LOSS_TOLERANCE[settings.dtype]
         self.config = train_config(kind, settings)
 
-    def prepare(self, scheme: Scheme) -> list[Timed]:
+    def prepare(self, scheme: Scheme) -> Timed:
         """Compiles the step of a scheme and takes the first one."""
         place, order = self._calls.place, self._calls.order(scheme)
         objective = TASKS[self._kind].make_objective(self.config)
@@ -64,22 +65,26 @@ class TrainingSteps:
         number: Any = 0.0
         out = (state, StepMetrics(*4 * (number,)))
         step, text = self._processes.compile(program.train_step, (state, batch), out)
-        holder = [state]
-        timed = Timed(
+
+        def take() -> float:
+            nonlocal state
+            state, metrics = step(state, batch)
+            jax.block_until_ready(state)
+            return float(metrics.loss)
+
+        loss = take()
+        first = self._first_loss = self._first_loss or loss
+        return Timed(
             name=scheme.name,
             what=TITLES[self._kind],
-            run=lambda: None,
+            run=take,
             # Counted in the program, which process 0 has: a step sends more than attention does.
             expected=place.received(scheme.degrees, order, partial(read_messages, text))
             if text
             else math.nan,
+            error=abs(loss - first) / abs(first),
             tolerance=self._tolerance,
         )
-        timed.run = partial(_take, step, holder, batch, timed.losses)
-        timed.run()
-        first = self._first_loss = self._first_loss or timed.losses[0]
-        timed.error = abs(timed.losses[0] - first) / abs(first)
-        return [timed]
 
 
 def train_config(kind: str, settings: ClusterSettings) -> TrainConfig:
@@ -142,10 +147,3 @@ def random_state(program: Program) -> Any:
         weights=jax.tree.map(weight, shapes.weights),
         optimizer=jax.tree.map(lambda x: filled(x, np.zeros(x.shape, x.dtype)), shapes.optimizer),
     )
-
-
-def _take(step: Any, holder: list[Any], batch: Any, losses: list[float]) -> None:
-    """Takes a step; returns when it is done."""
-    holder[0], metrics = step(holder[0], batch)
-    jax.block_until_ready(holder[0])
-    losses.append(float(metrics.loss))
