@@ -21,7 +21,7 @@ SCHEMES: dict[str, Callable[[int, int], st.Degrees]] = {
     "startrail-C": lambda n, c: st.Degrees.startrail(n, c=c),
     "team-A": lambda n, a: st.Degrees(team=a, ring=n // a),
 }
-OPTIONS = {"inner": int, "gradient_dtype": str, "exchange": str}
+OPTIONS: dict[str, Any] = {"inner": int, "gradient_dtype": str, "exchange": str}
 HELP = (
     "ring, all-gather, ulysses; head-U (LoongTrain: Ulysses over U devices, rings outside); "
     "startrail-C and published-C (StarTrail here and in its paper); team-A (teams of A, a ring); "
@@ -55,7 +55,7 @@ def read_scheme(text: str, num_devices: int) -> Scheme:
     base, colon, words = text.partition(":")
     options = _read_pairs("Options of a scheme", words, OPTIONS) if colon else {}
     if "=" in base:
-        known = dict.fromkeys(SEQUENCE_ROLES, int)
+        known: dict[str, Any] = {role: int for role in SEQUENCE_ROLES}
         degrees = st.Degrees(**_read_pairs("Degrees of a scheme", base, known))
     else:
         name, _, number = base.rpartition("-") if base[-1:].isdigit() else (base, "", "0")

@@ -155,9 +155,8 @@ class AttentionCalls:
 
     def _error(self, attention: st.Attention, results: tuple[Any, ...]) -> tuple[float, float]:
         """The largest error of any process, and the largest that is allowed."""
-        if self._reference is None:
-            self._reference = self._processes.once(lambda: _reference(attention, self._inputs))
-        reference, tolerance = self._reference
+        found = self._reference or self._processes.once(lambda: _reference(attention, self._inputs))
+        self._reference = reference, tolerance = found
         worst = 0.0 if reference else math.nan
         for result, right in zip(results, reference.values(), strict=bool(reference)):
             largest, right = np.abs(right).max(), attention.layout.permute(right)

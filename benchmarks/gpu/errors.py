@@ -11,16 +11,20 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Array
 
 import startrail_jax as st
-from benchmarks.gpu import rehearsal
-from benchmarks.gpu.report import Program, Report, compile_all, first_line, prepare
+from benchmarks.gpu.report import Program, Report, first_line
+from startrail_jax.devices.axes import device_kind
+from startrail_jax.devices.degrees import ROLES
+from startrail_jax.rings import collectives, vjp
 from startrail_jax.shapes import EMPTY
 
 NAMES = ("out", "dq", "dk", "dv", "lse")
@@ -128,11 +132,10 @@ def measure_row(report: Report, check: Check) -> tuple[str, bool]:
     exact = (*(x.astype(jnp.float32) for x in inputs[:4]), inputs[4])
     programs = {
         "reference": Program(jax_attention(check, "xla"), exact),
-        "ours": prepare(lambda: Program(ours(check, report.mesh), inputs, report.options)),
+        "ours": Program(ours(check, report.mesh), inputs, report.options),
     }
     if check.dtype != "float32":
         programs["jax"] = Program(jax_attention(check, check.yardstick), inputs)
-    compile_all(list(programs.values()))
     results = {name: program.run() for name, program in programs.items()}
     failed = {name: program.error for name, program in programs.items() if program.error}
     if failed:
@@ -151,9 +154,7 @@ def ours(check: Check, mesh: Mesh) -> Callable[..., dict[str, Array]]:
     """out, dq, dk, dv and lse of `check.inputs()` by the package."""
     options: dict[str, Any] = dict(backend=check.backend, causal=check.causal, window=check.window)
     if check.degrees.sequence > 1:
-        layout = "zigzag" if check.causal else "contiguous"
-        schedule = rehearsal.schedule_of(check.degrees, mesh, layout=layout, **options)
-        return lambda *inputs: _named(*rehearsal.together(schedule, *inputs[:4]))
+        return lambda *inputs: _named(*at_once(check.degrees, mesh, *inputs[:4], **options))
     attention = st.Attention(mesh, **options)
 
     def compute(q: Array, k: Array, v: Array, dout: Array, ids: Array) -> dict[str, Array]:
@@ -164,6 +165,58 @@ def ours(check: Check, mesh: Mesh) -> Callable[..., dict[str, Array]]:
         return _named(out, *vjp((dout, jnp.zeros_like(lse))), lse)
 
     return compute
+
+
+def at_once(
+    degrees: st.Degrees,
+    device_mesh: Mesh,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    **options: Any,
+) -> tuple[Array, ...]:
+    """out, dq, dk, dv and lse as the devices of a mesh compute them, as a batch on one device.
+
+    `jax.vmap` over named axes serves the same collectives as a mesh.
+
+    Args:
+        degrees: of the mesh, with a head degree of 1.
+        device_mesh: a mesh of the device.
+        q, k, v, dout: the whole sequence, in natural order.
+        options: of `Attention`.
+    """
+    sizes = tuple(getattr(degrees, role) for role in ROLES)
+    mesh = AbstractMesh(sizes, ROLES, axis_types=(AxisType.Explicit,) * len(ROLES))
+    attention = st.Attention(mesh, layout="zigzag" if options["causal"] else None, **options)
+    platform, capability = device_kind(device_mesh)
+    schedule = replace(attention.schedule, platform=platform, capability=capability)
+    axes = schedule.ring, schedule.group, schedule.team
+    split_over = tuple(axis.degree for axis in axes)
+
+    def on_device(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
+        (out, lse), pull = jax.vjp(functools.partial(vjp.sharded_attention, schedule), q, k, v)
+        return (out, *pull((dout, jnp.zeros_like(lse))), lse)
+
+    devices: Callable[..., Any] = on_device
+    for axis in reversed(axes):
+        devices = jax.vmap(devices, axis_name=axis.names[0] if axis.degree > 1 else None)
+
+    def split(x: Array) -> Array:
+        x = attention.layout.permute(x)
+        x = x.reshape(x.shape[0], *split_over, -1, *x.shape[2:])
+        return jnp.moveaxis(x, 0, len(axes))
+
+    def join(x: Array, dim: int) -> Array:
+        x = jnp.moveaxis(x, range(len(axes)), range(dim, dim + len(axes)))
+        whole = x.reshape(*x.shape[:dim], -1, *x.shape[dim + len(axes) + 1 :])
+        return attention.layout.unpermute(whole, axis=dim)
+
+    # That of the package asks the mesh, of which there is none, for the order of its axes.
+    permute = lambda x, axis, pairs: lax.ppermute(x, axis.names, pairs)  # noqa: E731
+    with mock.patch.object(collectives, "permute", permute):
+        *arrays, lse = devices(*map(split, (q, k, v, dout)))
+    return (*(join(x, 1) for x in arrays), join(lse, 2))
 
 
 def jax_attention(check: Check, implementation: Any) -> Callable[..., dict[str, Array]]:

@@ -1,4 +1,4 @@
-"""Compiles, runs and times programs side by side on one device, and prints rows."""
+"""Compiles, runs and times programs side by side on one device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +15,6 @@ import jax
 from jax.sharding import Mesh
 
 import startrail_jax as st
-
-COMPILERS = 4
-"""Number of programs that are compiled at the same time."""
 
 SAMPLE_SECONDS, MOST_CALLS = 0.03, 200
 """Least duration of a sample. A shorter program is called several times in a row, so that Python
@@ -49,10 +45,6 @@ class Report:
         quick = {"xla_backend_optimization_level": 0}
         return quick if self.args.tiny else dict(st.compiler_options(self.mesh))
 
-    @property
-    def memory_limit(self) -> float:
-        return dict(jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
-
     def wanted(self, rows: Sequence[Any]) -> list[Any]:
         """The rows whose names match `--rows`."""
         rows = [row for row in rows if re.search(self.args.rows, str(row))]
@@ -60,21 +52,33 @@ class Report:
         return rows
 
 
-@dataclass
 class Program:
-    """A function with its arguments, and the results of compiling and timing it."""
+    """A function with its arguments, compiled, and the samples of its time.
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    """Compiler options."""
-    compiled: Any = None
-    error: str = ""
-    """First line of the error that ended the program; "" if it ran."""
-    calls: int = 1
-    """Calls in one sample."""
-    samples: list[float] = field(default_factory=list)
-    """Seconds of one call, a mean over `calls`."""
+    Args:
+        function: what to run.
+        arguments: its arguments.
+        options: compiler options.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.arguments = arguments
+        self.error = ""
+        """First line of the error that ended the program; "" if it ran."""
+        self.calls = 1
+        """Calls in one sample."""
+        self.samples: list[float] = []
+        """Seconds of one call, a mean over `calls`."""
+        try:
+            lowered = jax.jit(function).lower(*arguments)
+            self.compiled: Any = lowered.compile(compiler_options=options)
+        except Exception as error:
+            self.error = first_line(error)
 
     @property
     def seconds(self) -> float:
@@ -103,53 +107,20 @@ class Program:
         return result
 
 
-def prepare(build: Callable[..., Program], *arguments: Any) -> Program:
-    """`build(*arguments)`, or a program that carries the error of building it."""
-    try:
-        return build(*arguments)
-    except Exception as error:
-        return Program(lambda: None, (), error=first_line(error))
-
-
 def first_line(error: BaseException) -> str:
     """The type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def compile_all(programs: Sequence[Program]) -> None:
-    """Compiles programs, several at a time. They are traced in turn: a trace may patch modules."""
-
-    def compile_one(program: Program) -> None:
-        try:
-            program.compiled = program.compiled.compile(compiler_options=program.options)
-        except Exception as error:
-            program.error = first_line(error)
-
-    for program in programs:
-        try:
-            if not program.error:
-                program.compiled = jax.jit(program.function).lower(*program.arguments)
-        except Exception as error:
-            program.error = first_line(error)
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(compile_one, (x for x in programs if not x.error)))
-
-
-def time_in_turn(
-    programs: Sequence[Program], samples: int, seconds: float, memory_limit: float
-) -> None:
+def time_in_turn(programs: Sequence[Program], samples: int, seconds: float) -> None:
     """Takes samples of all programs in turn, so that all of them meet the device in the same state.
 
     Args:
         samples: of each program.
         seconds: to spend; fewer samples are taken if need be, but one at least.
-        memory_limit: bytes of the device; a program that needs more is not run.
     """
-    for program in (x for x in programs if not x.error):
-        if program.planned_bytes > memory_limit:
-            needs, has = program.planned_bytes / 2**30, memory_limit / 2**30
-            program.error = f"needs {needs:.1f} GiB, and the device has {has:.1f}"
+    for program in programs:
         program.run()
         program.run()
         if not program.error:

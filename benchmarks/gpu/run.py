@@ -8,20 +8,15 @@ Part 1, errors, compares the block backends, forward and backward, with float32 
 precision. The number in brackets is the error divided by that of `jax.nn.dot_product_attention` in
 the same dtype. A row fails, and the exit status is 1, if an error is NaN or more than 1.4 times
 jax's (of float32 and of lse: above the limits in `errors.py`). Rows "at once" do the work of all
-devices of a mesh on this one, as a batch (`rehearsal.py`).
+devices of a mesh on this one, as a batch.
 
-Part 2, speed, uses bfloat16, batch 1 and random data, and gives medians of samples that are taken
-in turn.
+Part 2, speed, gives medians of samples that are taken in turn, in bfloat16, on random data:
 
-    (a)         jax's cuDNN attention, the whole sequence on this GPU
+    (a)         jax's cuDNN attention
     (b)         `Attention` on a mesh of this one GPU
-    (c) ...     all that one device of a larger mesh computes, without the network (`rehearsal.py`);
-                tokens are those of the whole mesh
-
-    unit        tokens in a query unit: what a device attends at a time
     ms          one call; fwd+bwd is both passes
     TFLOP/s     useful work over time: 4 * pairs * heads * head_dim forward, 2.5 times that
-                backward, of visible (query, key) pairs only; in (c) the device's share of them
+                backward, of visible (query, key) pairs only
     x (a)       TFLOP/s over those of (a)
     GiB         arguments, results and temporaries, as compiled
 
@@ -36,11 +31,8 @@ listed last.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import os
-import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -59,10 +51,8 @@ from benchmarks.gpu.report import Report
 ERRORS_SHARE, STEP_MINUTES = 0.4, 1.5
 """Share of the time that part 1 may take, and minutes that part 2 leaves for part 3."""
 
-PACKAGES = (
-    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13"),
-    *("nvidia-cudnn-cu12", "numpy"),
-)
+PACKAGES = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13",
+            "nvidia-cudnn-cu12")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,22 +88,15 @@ def header(report: Report, device: Any) -> None:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
         card = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        card = ""
+        card = "no nvidia-smi"
     installed = {x.metadata["Name"]: x.version for x in importlib.metadata.distributions()}
     versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
-    facts = {
-        "card": f"{device.device_kind}, compute {getattr(device, 'compute_capability', '-')}, "
-        f"{report.memory_limit / 2**30:.0f} GiB for jax",
-        f"nvidia-smi ({query})": card or "not found",
-        "versions": f"{', '.join(versions)}, Python {platform.python_version()}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
-        "compiler options": str(report.options),
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-    }
+    print(f"{device.device_kind}; {card}\n{', '.join(versions)}\n"
+          f"compiler options: {report.options}, XLA_FLAGS: {os.environ.get('XLA_FLAGS', '')}"
+          )  # fmt: skip
     if report.args.tiny:
-        facts["tiny"] = "a trial: every backend is xla, jax's too, and times mean nothing"
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
+        print("a trial: every backend is xla, jax's too, and times mean nothing")
+    print()
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
