@@ -312,7 +312,7 @@ def test_benchmark_prints_every_row_of_the_scheme_table(capsys):
 
     def units(start, *degrees):
         """The three columns of units on the line of this scheme and these degrees."""
-        rows = [line.rsplit(maxsplit=12) for line in lines if line.startswith(start)]
+        rows = [line.rsplit(maxsplit=8) for line in lines if line.startswith(start)]
         return [float(cell) for row in rows if row[1:5] == [*degrees] for cell in row[5:8]]
 
     assert units("Ring Attention ", "64", "1", "1", "1") == [126, 252, 378]
@@ -323,26 +323,20 @@ def test_benchmark_prints_every_row_of_the_scheme_table(capsys):
     assert units("teams, group 1 ", "8", "1", "8", "1")[0] == 28
     for scheme in ("all-gather context", "Ulysses", "LoongTrain", "2-D tiles", "StarTrail x Uly"):
         assert any(line.startswith(scheme) for line in lines)
-    assert not any(line.startswith("not possible") for line in lines)
+    assert not any("must" in line for line in lines)
 
 
 def test_benchmark_gives_the_reason_for_a_row_that_is_impossible(capsys):
     options = ("--devices", "6", "--heads", "4", "--seq-len", "12", "--head-ratio", "4")
-    text = "\n".join(lines_of(capsys, *options, "--full", "--packed"))
-    assert "StarTrail: needs a C > 1 whose square divides 6 devices" in text
-    assert "Ulysses (ring 1, group 1, team 1, head 6): heads must be divisible" in text
-    assert "full, packed" in text
-
-
-def test_benchmark_without_a_sequence_axis_still_prints(capsys):
-    lines = lines_of(capsys, "--devices", "1")
-    assert any("needs a divisor between 1 and 1 devices" in line for line in lines)
+    text = "\n".join(lines_of(capsys, *options, "--full"))
+    assert re.search(r"Ulysses +1 +1 +1 +6  heads must be divisible", text)
+    assert "'causal': False" in text
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--seq-len", "100"], "--seq-len 100 must be a positive multiple of 64"),
+        (["--seq-len", "100"], "--seq-len 100 must be a positive multiple of 128"),
         (["--heads", "6", "--head-ratio", "4"], "--heads 6 must be a positive multiple of 4"),
     ],
 )
@@ -361,4 +355,3 @@ def test_benchmark_names_the_fewest_bytes_of_all_settings(capsys):
     sizes = dict(batch=1, seq_len=1048576, heads=32, kv_heads=32, head_dim=128, dtype="bfloat16")
     size = st.communication(degrees, **sizes, layout="zigzag").total.received_bytes / 1e6
     assert fewest.endswith(f": ring 1, group 2, team 2, head 32, {size:.1f} MB")
-    assert "--mesh.ring 1 --mesh.group 2 --mesh.team 2 --mesh.head 32" in lines[-1]
