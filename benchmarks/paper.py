@@ -1,7 +1,6 @@
 """The evaluation of StarTrail's paper on paper: what the planner predicts for its clusters.
 
     python benchmarks/paper.py              # StarTrail over Ring on the clusters of table 1
-    python benchmarks/paper.py --scaling    # strong and weak scaling, 8 to 64 H100
     python benchmarks/paper.py --case-30b   # bytes of one attention of a model of 30 B, 64 GPUs
 
 Nothing is run, and nothing is tuned to the paper. Assumptions:
@@ -11,7 +10,7 @@ Nothing is run, and nothing is tuned to the paper. Assumptions:
   `startrail_jax/planner/hardware.py`.
 * "published" is the schedule of the paper (`Attention(mesh, published=True)`), "ours" that of this
   package, with the same team and group, both in their best order on the nodes. Ring Attention is a
-  single ring, as in the paper; "double" lets it be a double ring.
+  single ring, as in the paper. `python -m startrail_jax.plan` compares all other settings too.
 * Batch 1, ZeRO 3, remat full, no offload, tiles, and no tensor parallelism for every row, so that
   rows differ in attention alone.
 
@@ -31,127 +30,72 @@ Reference: StarTrail, https://arxiv.org/abs/2407.00611, sections 4.2 to 4.4.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import numpy as np
 
+import startrail_jax as st
 from startrail_jax.planner.grid import Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster, find_gpu
 from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.quantities import GIB, parse_rate, show_count
 from startrail_jax.planner.search import Candidates, Prediction, Search
-from startrail_jax.planner.timing import Timing
 
-FIXED = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True, False))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A cluster of table 1."""
-
-    nodes: int
-    gpus: int
-    gpu: str
-    port: str
-    ports: int
-
-    @property
-    def cluster(self) -> Cluster:
-        return Cluster(
-            nodes=self.nodes,
-            gpus_per_node=self.gpus,
-            gpu=find_gpu(self.gpu),
-            port_rate=parse_rate(self.port, "--port"),
-            ports=self.ports,
-        )
-
-    def __str__(self) -> str:
-        return f"{self.nodes} x {self.gpus} {self.gpu}"
-
-
-MACHINES = (
-    Machine(8, 8, "h100", "400Gb/s", 8),
-    Machine(16, 2, "a100_40", "100Gb/s", 1),
-    Machine(8, 4, "a100_40", "100Gb/s", 1),
-    Machine(4, 8, "a100_40", "100Gb/s", 1),
+SEARCH = Search(zero=(3,), remat=("full",), offload=(False,), degrees={"tensor": 1, "data": 1})
+# Nodes, GPUs of a node, GPU, rate of a port, ports of a node: those of table 1.
+CLUSTERS = (
+    (8, 8, "h100", "400Gb/s", 8),
+    (16, 2, "a100_40", "100Gb/s", 1),
+    (8, 4, "a100_40", "100Gb/s", 1),
+    (4, 8, "a100_40", "100Gb/s", 1),
 )
 
 
-def is_ring(settings: Settings) -> np.ndarray:
-    return (settings.group == 1) & (settings.team == 1) & (settings.head == 1)
+def is_scheme(c: int, published: bool = False) -> Callable[[Settings], np.ndarray]:
+    """StarTrail with C = c, which is a single ring for C = 1."""
+    return lambda settings: (
+        (settings.group == c)
+        & (settings.team == c)
+        & (settings.head == 1)
+        & (settings.inner == 1)
+        & (settings.published == published)
+    )
 
 
-def is_star(c: int, published: bool) -> Callable[[Settings], np.ndarray]:
-    def scheme(settings: Settings) -> np.ndarray:
-        alike = (settings.group == c) & (settings.team == c) & (settings.head == 1)
-        return alike & (settings.published == published) & (settings.inner == 1)
+SCHEMES = {
+    "ring": is_scheme(1),
+    **{f"{name}-{c}": is_scheme(c, name == "published")
+       for c in (2, 4) for name in ("published", "ours")},
+}  # fmt: skip
 
-    return scheme
 
-
-def fastest(
-    cluster: Cluster, call: Call, schemes: dict[str, Callable[[Settings], np.ndarray]]
-) -> dict[str, Prediction]:
+def fastest(cluster: Cluster, call: Call) -> dict[str, Prediction]:
     """The fastest setting of each scheme that the cluster and the model allow."""
-    options = replace(FIXED, degrees={"tensor": 1, "data": 1})
-    settings = all_settings(cluster, call, given=options.degrees)
+    settings = all_settings(cluster, call, given=SEARCH.degrees)
     found = {}
-    for name, scheme in schemes.items():
+    for name, scheme in SCHEMES.items():
         rows = settings.take(np.flatnonzero(scheme(settings)))
         if len(rows):
-            candidates = Candidates(cluster, call, options, rows)
+            candidates = Candidates(cluster, call, SEARCH, rows)
             found[name] = candidates.best(np.ones(len(candidates.row), bool))[0]
     return found
 
 
-def schemes() -> dict[str, Callable[[Settings], np.ndarray]]:
-    """The rows of the tables."""
-    found: dict[str, Callable[[Settings], np.ndarray]] = {
-        "ring": lambda s: is_ring(s) & (s.inner == 1),
-        "double": is_ring,
-    }
-    for c in (2, 4):
-        found[f"published-{c}"] = is_star(c, True)
-        found[f"ours-{c}"] = is_star(c, False)
-    return found
-
-
-def table(cases: Iterator[tuple[str, Cluster, Call]]) -> None:
+def clusters() -> None:
     """One line for each case: seconds of Ring Attention, and how much faster others are."""
-    names = list(schemes())
-    print(f"{'':<34}" + "".join(f"{name:>13}" for name in names) + "   GiB")
-    for name, cluster, call in cases:
-        found = fastest(cluster, call, schemes())
-        ring = found["ring"].seconds
-        columns = [f"{ring:>11.3g} s"]
-        columns += [
-            f"{ring / found[x].seconds:>12.3f}x" if x in found else f"{'-':>13}" for x in names[1:]
-        ]
-        memory = [
-            found[x].memory_bytes / GIB
-            for x in ("ring", "published-2", "published-4")
-            if x in found
-        ]
-        sizes = ", ".join(f"{size:.1f}" for size in memory)
-        print(f"{name:<34}{''.join(columns)}   {sizes}")
-
-
-def clusters() -> Iterator[tuple[str, Cluster, Call]]:
-    for machine in MACHINES:
+    print(f"{'':<34}" + "".join(f"{name:>13}" for name in SCHEMES) + f"{'GiB of ring':>13}")
+    for nodes, gpus, gpu, port, ports in CLUSTERS:
+        cluster = Cluster(nodes=nodes, gpus_per_node=gpus, gpu=find_gpu(gpu),
+                          port_rate=parse_rate(port, "--port"), ports=ports)  # fmt: skip
         for name in ("gpt_3b", "gpt_7b", "dit_1b"):
             for seq_len in (2**16, 2**17, 2**18, 2**19):
-                call = Call(model=MODELS[name], seq_len=seq_len, batch=1)
-                yield f"{machine}, {name}, {show_count(seq_len)}", machine.cluster, call
-
-
-def scaling() -> Iterator[tuple[str, Cluster, Call]]:
-    for kind in ("strong", "weak"):
-        for nodes in (1, 2, 4, 8):
-            cluster = replace(MACHINES[0], nodes=nodes).cluster
-            seq_len = 2**17 if kind == "strong" else 2**16 * nodes
-            call = Call(model=MODELS["gpt_7b"], seq_len=seq_len, batch=1)
-            yield f"{kind}, {8 * nodes} h100, gpt_7b, {show_count(seq_len)}", cluster, call
+                found = fastest(cluster, Call(model=MODELS[name], seq_len=seq_len, batch=1))
+                ring = found["ring"]
+                gains = {x: f"{ring.seconds / y.seconds:.3f}x" for x, y in found.items()}
+                gains["ring"] = f"{ring.seconds:.3g} s"
+                print(f"{f'{nodes} x {gpus} {gpu}, {name}, {show_count(seq_len)}':<34}"
+                      + "".join(f"{gains.get(x, '-'):>13}" for x in SCHEMES)
+                      + f"{ring.memory_bytes / GIB:>13.1f}")  # fmt: skip
 
 
 def equations(gpus: int, c: int) -> tuple[int, int]:
@@ -166,37 +110,35 @@ def equations(gpus: int, c: int) -> tuple[int, int]:
 
 def case_30b() -> None:
     """The case study: what the paper's equations give, and what schedules send, to the byte."""
-    gpus, seq_len, heads = 64, 2**16, 52
-    model = replace(MODELS["gpt_7b"], name="30b", width=6656, heads=heads, kv_heads=heads)
-    call, cluster = Call(model=model, seq_len=seq_len, batch=1), MACHINES[0].cluster
-    share = seq_len // gpus * heads * model.head_dim * model.itemsize / GIB
-    settings = all_settings(cluster, call, given={"data": 1, "tensor": 1, "head": 1})
-    sent = Timing(settings, cluster, call).received(backward=False) / GIB
+    gpus, seq_len, heads, head_dim = 64, 2**16, 52, 128
+    share = seq_len // gpus * heads * head_dim * 2 / GIB
     print(f"{'':<28}{'messages':>10}{'collectives':>13}{'in all':>9}{'sent':>9}   GiB a GPU")
-    for name, c, scheme in (
-        ("Ring Attention", 1, lambda s: is_ring(s) & (s.inner == 1)),
-        ("StarTrail, published, C = 4", 4, is_star(4, True)),
-        ("StarTrail here, C = 4", None, is_star(4, False)),
-        ("StarTrail here, C = 8", None, is_star(8, False)),
-        ("team 8, ring 8", None, lambda s: (s.team == 8) & (s.ring == 8) & (s.inner == 1)),
+    for name, c, degrees, published in (
+        ("Ring Attention", 1, st.Degrees.ring_attention(gpus), False),
+        ("StarTrail, published, C = 4", 4, st.Degrees.startrail(gpus, c=4), True),
+        ("StarTrail here, C = 4", None, st.Degrees.startrail(gpus, c=4), False),
+        ("StarTrail here, C = 8", None, st.Degrees.startrail(gpus, c=8), False),
+        ("team 8, ring 8", None, st.Degrees(team=8, ring=8), False),
     ):
-        parts = [share * count for count in equations(gpus, c)] if c is not None else []
+        sent = st.communication(
+            degrees, batch=1, seq_len=seq_len, heads=heads, kv_heads=heads, head_dim=head_dim,
+            dtype="bfloat16", causal=True, layout="zigzag", published=published,
+        ).forward.received_bytes / GIB  # fmt: skip
+        parts = [share * count for count in equations(gpus, c)] if c else []
         columns = [f"{x:.3f}" for x in (*parts, sum(parts))] if parts else ["-"] * 3
-        exact = sent[scheme(settings)].min()
-        print(f"{name:<28}{columns[0]:>10}{columns[1]:>13}{columns[2]:>9}{exact:>9.3f}")
+        print(f"{name:<28}{columns[0]:>10}{columns[1]:>13}{columns[2]:>9}{sent:>9.3f}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--case-30b", action="store_true")
     args = parser.parse_args(argv)
     if args.case_30b:
         case_30b()
     else:
-        table(scaling() if args.scaling else clusters())
+        clusters()
 
 
 if __name__ == "__main__":
