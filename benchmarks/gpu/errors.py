@@ -25,18 +25,12 @@ from benchmarks.gpu.report import Program, Report, first_line
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.rings import collectives, vjp
-from startrail_jax.shapes import EMPTY
 
-NAMES = ("out", "dq", "dk", "dv", "lse")
-
+NAMES = ("out", "dq", "dk", "dv")
 MOST_RATIO = 1.4
 """Largest error that is allowed, as a multiple of that of jax's attention in the same dtype."""
-
 MOST_ERROR = 1e-5
 """Largest error in float32."""
-
-MOST_LSE_ERROR = 1e-4
-"""Largest error of the log-sum-exp in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +104,22 @@ TINY_CHECKS = tuple(
 )
 
 
-def measure(report: Report) -> None:
-    """Measures and prints all rows, until the time is up."""
+def measure(report: Report) -> bool:
+    """Measures and prints all rows, until the time is up. Returns whether all are right."""
     columns = "".join(f"{name:>18}" for name in NAMES)
     print(f"{'relative errors (over those of jax)':<66}{columns}")
-    for check in report.wanted(TINY_CHECKS if report.args.tiny else CHECKS):
+    all_right = True
+    for check in TINY_CHECKS if report.tiny else CHECKS:
         if report.seconds_left < 0:
-            report.left_out.append(f"errors: {check}")
+            print(f"left out, as the time was up: {check}")
             continue
         try:
             line, right = measure_row(report, check)
         except Exception as error:
             line, right = first_line(error), False
-        report.failed |= not right
+        all_right &= right
         print(f"{check!s:<66}{line}  {'PASS' if right else 'FAIL'}", flush=True)
+    return all_right
 
 
 def measure_row(report: Report, check: Check) -> tuple[str, bool]:
@@ -133,36 +129,41 @@ def measure_row(report: Report, check: Check) -> tuple[str, bool]:
     programs = {
         "reference": Program(jax_attention(check, "xla"), exact),
         "ours": Program(ours(check, report.mesh), inputs, report.options),
+        "jax": Program(jax_attention(check, check.yardstick), inputs),
     }
-    if check.dtype != "float32":
-        programs["jax"] = Program(jax_attention(check, check.yardstick), inputs)
     results = {name: program.run() for name, program in programs.items()}
     failed = {name: program.error for name, program in programs.items() if program.error}
     if failed:
         return "; ".join(f"{name}: {error}" for name, error in failed.items()), False
-    own = errors(results["ours"], results["reference"])
-    of_jax = errors(results.get("jax", {}), results["reference"])
-    columns = ""
-    for name in NAMES:
-        ratio = f" ({own[name] / of_jax[name]:5.2f})" if name in of_jax else " " * 8
-        columns += f"{own[name]:10.1e}{ratio}"
-    wrong = faults(check, own, of_jax)
-    return f"{columns} {' '.join(wrong)}", not wrong
+    own, of_jax = (errors(results[name], results["reference"]) for name in ("ours", "jax"))
+    is_exact = check.dtype == "float32"
+    limits = [MOST_ERROR if is_exact else MOST_RATIO * error for error in of_jax]
+    line = "".join(
+        f"{error:10.1e}" + (" " * 8 if is_exact else f" ({error / other:5.2f})")
+        for error, other in zip(own, of_jax, strict=True)
+    )
+    # NaN is too large.
+    return line, all(error <= limit for error, limit in zip(own, limits, strict=True))
 
 
-def ours(check: Check, mesh: Mesh) -> Callable[..., dict[str, Array]]:
-    """out, dq, dk, dv and lse of `check.inputs()` by the package."""
+def errors(results: tuple[Array, ...], expected: tuple[Array, ...]) -> list[float]:
+    """Relative error of each array."""
+    pairs = [[np.asarray(x, np.float32) for x in pair]
+             for pair in zip(results, expected, strict=True)]  # fmt: skip
+    return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs]
+
+
+def ours(check: Check, mesh: Mesh) -> Callable[..., tuple[Array, ...]]:
+    """out, dq, dk and dv of `check.inputs()` by the package."""
     options: dict[str, Any] = dict(backend=check.backend, causal=check.causal, window=check.window)
     if check.degrees.sequence > 1:
-        return lambda *inputs: _named(*at_once(check.degrees, mesh, *inputs[:4], **options))
+        return lambda *inputs: at_once(check.degrees, mesh, *inputs[:4], **options)
     attention = st.Attention(mesh, **options)
 
-    def compute(q: Array, k: Array, v: Array, dout: Array, ids: Array) -> dict[str, Array]:
-        attend = functools.partial(
-            attention, segment_ids=ids if check.packed else None, return_lse=True
-        )
-        (out, lse), vjp = jax.vjp(attend, q, k, v)
-        return _named(out, *vjp((dout, jnp.zeros_like(lse))), lse)
+    def compute(q: Array, k: Array, v: Array, dout: Array, ids: Array) -> tuple[Array, ...]:
+        attend = functools.partial(attention, segment_ids=ids if check.packed else None)
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
 
     return compute
 
@@ -176,7 +177,7 @@ def at_once(
     dout: Array,
     **options: Any,
 ) -> tuple[Array, ...]:
-    """out, dq, dk, dv and lse as the devices of a mesh compute them, as a batch on one device.
+    """out, dq, dk and dv as the devices of a mesh compute them, as a batch on one device.
 
     `jax.vmap` over named axes serves the same collectives as a mesh.
 
@@ -196,7 +197,7 @@ def at_once(
 
     def on_device(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
         (out, lse), pull = jax.vjp(functools.partial(vjp.sharded_attention, schedule), q, k, v)
-        return (out, *pull((dout, jnp.zeros_like(lse))), lse)
+        return out, *pull((dout, jnp.zeros_like(lse)))
 
     devices: Callable[..., Any] = on_device
     for axis in reversed(axes):
@@ -207,67 +208,30 @@ def at_once(
         x = x.reshape(x.shape[0], *split_over, -1, *x.shape[2:])
         return jnp.moveaxis(x, 0, len(axes))
 
-    def join(x: Array, dim: int) -> Array:
-        x = jnp.moveaxis(x, range(len(axes)), range(dim, dim + len(axes)))
-        whole = x.reshape(*x.shape[:dim], -1, *x.shape[dim + len(axes) + 1 :])
-        return attention.layout.unpermute(whole, axis=dim)
+    def join(x: Array) -> Array:
+        x = jnp.moveaxis(x, range(len(axes)), range(1, 1 + len(axes)))
+        return attention.layout.unpermute(x.reshape(x.shape[0], -1, *x.shape[-2:]))
 
     # That of the package asks the mesh, of which there is none, for the order of its axes.
     permute = lambda x, axis, pairs: lax.ppermute(x, axis.names, pairs)  # noqa: E731
     with mock.patch.object(collectives, "permute", permute):
-        *arrays, lse = devices(*map(split, (q, k, v, dout)))
-    return (*(join(x, 1) for x in arrays), join(lse, 2))
+        return tuple(map(join, devices(*map(split, (q, k, v, dout)))))
 
 
-def jax_attention(check: Check, implementation: Any) -> Callable[..., dict[str, Array]]:
+def jax_attention(check: Check, implementation: Any) -> Callable[..., tuple[Array, ...]]:
     """The same by jax's own attention."""
 
     @jax.default_matmul_precision("highest")
-    def compute(q: Array, k: Array, v: Array, dout: Array, ids: Array) -> dict[str, Array]:
-        seen = check.visible(ids)
+    def compute(q: Array, k: Array, v: Array, dout: Array, ids: Array) -> tuple[Array, ...]:
         options: dict[str, Any] = dict(is_causal=check.causal)
         if check.packed or check.window:
-            options = dict(mask=seen[:, None])
+            options = dict(mask=check.visible(ids)[:, None])
         attend = functools.partial(
             jax.nn.dot_product_attention, implementation=implementation, **options
         )
-        out, vjp = jax.vjp(attend, q, k, v)
+        out, pull = jax.vjp(attend, q, k, v)
         # jax's rows that see no key attend to all of them.
         sees = (ids >= 0)[:, :, None, None]
-        results = _named(jnp.where(sees, out, 0), *vjp(jnp.where(sees, dout, 0)))
-        if q.dtype == jnp.float32:
-            k = jnp.repeat(k, check.heads // check.kv_heads, axis=2)
-            logits = jnp.einsum("btnh,bsnh->bnts", q, k) * check.head_dim**-0.5
-            lse = jax.nn.logsumexp(logits, axis=-1, where=seen[:, None])
-            results["lse"] = jnp.where(sees[:, None, :, 0, 0], lse, EMPTY)
-        return results
+        return jnp.where(sees, out, 0), *pull(jnp.where(sees, dout, 0))
 
     return compute
-
-
-def _named(*arrays: Array) -> dict[str, Array]:
-    return dict(zip(NAMES, arrays, strict=False))
-
-
-def errors(results: dict[str, Array], expected: dict[str, Array]) -> dict[str, float]:
-    """Relative error of every array in `results`.
-
-    Rows that see no key have an lse that is agreed on; with any other, the error is NaN.
-    """
-    found = {}
-    for name, x in results.items():
-        x, y = np.asarray(x, np.float32), np.asarray(expected[name], np.float32)
-        if name == "lse":
-            empty = y == np.float32(EMPTY)
-            x, y = np.where(empty, np.where(x == y, 0, np.nan), x), np.where(empty, 0, y)
-        found[name] = float(np.linalg.norm(x - y) / np.linalg.norm(y))
-    return found
-
-
-def faults(check: Check, own: dict[str, float], of_jax: dict[str, float]) -> list[str]:
-    """Names of the arrays whose errors are too large; NaN counts as too large."""
-    if check.dtype == "float32":
-        limits = dict.fromkeys(NAMES, MOST_ERROR)
-    else:
-        limits = {name: MOST_RATIO * of_jax[name] for name in NAMES[:4]} | {"lse": MOST_LSE_ERROR}
-    return [name for name in NAMES if not own[name] <= limits[name]]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,17 +21,13 @@ starts each call while the one before it runs."""
 
 @dataclass
 class Report:
-    """Knows which rows are asked for, and until when; remembers what went wrong."""
+    """The device, and until when rows are measured."""
 
-    args: argparse.Namespace
     mesh: Mesh
     """A mesh of the one device."""
+    tiny: bool
+    """Whether this is a trial on a CPU."""
     deadline: float = 0.0
-    found: int = 0
-    """Number of rows that were asked for."""
-    left_out: list[str] = field(default_factory=list)
-    failed: bool = False
-    """Whether a result was wrong."""
 
     @property
     def seconds_left(self) -> float:
@@ -43,13 +37,7 @@ class Report:
     def options(self) -> dict[str, Any]:
         """Compiler options of our programs; in a trial, options that compile fast."""
         quick = {"xla_backend_optimization_level": 0}
-        return quick if self.args.tiny else dict(st.compiler_options(self.mesh))
-
-    def wanted(self, rows: Sequence[Any]) -> list[Any]:
-        """The rows whose names match `--rows`."""
-        rows = [row for row in rows if re.search(self.args.rows, str(row))]
-        self.found += len(rows)
-        return rows
+        return quick if self.tiny else dict(st.compiler_options(self.mesh))
 
 
 class Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,57 +70,46 @@ PROBLEMS = (
 TINY_PROBLEMS = (Problem(128, heads=2, kv_heads=1, head_dim=16),)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of the table."""
-
-    setting: str
-    problem: Problem
-    step: str
-
-    def __str__(self) -> str:
-        return f"{self.setting}, {self.problem}, {self.step}"
-
-
 def measure(report: Report) -> None:
     """Measures and prints all rows, one problem after another."""
     print(f"\n{'':<20}{'tokens, mask, heads':<24}{'step':<8}{'ms':>10}{'TFLOP/s':>11}{'x (a)':>7}"
           f"{'GiB':>10}")  # fmt: skip
-    for problem in TINY_PROBLEMS if report.args.tiny else PROBLEMS:
-        rows = [Row(name, problem, step) for step in (FORWARD, BOTH) for name in (JAX, OURS)]
-        rows = report.wanted(rows)
-        # Two calls to warm up, and some samples.
-        seconds = sum(problem.flops(row.step) for row in rows) / GUESSED_RATE * (2 + 3)
-        if seconds + GUESSED_SETUP * len(rows) > report.seconds_left:
-            report.left_out += [f"speed: {row}" for row in rows]
-        elif rows:
-            measure_rows(report, rows)
+    for problem in TINY_PROBLEMS if report.tiny else PROBLEMS:
+        # Two calls to warm up, and some samples, of both rows.
+        seconds = 2 * (problem.flops(FORWARD) + problem.flops(BOTH)) / GUESSED_RATE * (2 + 3)
+        if seconds + 4 * GUESSED_SETUP > report.seconds_left:
+            print(f"left out, as the time was up: {problem}")
+        else:
+            measure_rows(report, problem)
 
 
-def measure_rows(report: Report, rows: Sequence[Row]) -> None:
+def measure_rows(report: Report, problem: Problem) -> None:
     """Measures the rows of one problem in turn."""
-    arrays = rows[0].problem.arrays()
-    programs = {row: program_of(report, row, arrays) for row in rows}
-    seconds = min(SAMPLING_SECONDS, report.seconds_left / 4)
-    time_in_turn(list(programs.values()), SAMPLES, seconds)
-    of_jax = {row.step: program.seconds for row, program in programs.items()
-              if row.setting == JAX and not program.error}  # fmt: skip
-    for row, program in programs.items():
-        line = f"{row.setting:<20}{row.problem!s:<24}{row.step:<8}"
+    arrays = problem.arrays()
+    programs = {
+        (name, step): program_of(report, problem, name, step, arrays)
+        for step in (FORWARD, BOTH)
+        for name in (JAX, OURS)
+    }
+    time_in_turn(list(programs.values()), SAMPLES, min(SAMPLING_SECONDS, report.seconds_left / 4))
+    for (name, step), program in programs.items():
+        line = f"{name:<20}{problem!s:<24}{step:<8}"
         if program.error:
             print(f"{line}  {program.error}")
             continue
-        rate = row.problem.flops(row.step) / program.seconds / 1e12
-        ratio = of_jax.get(row.step, np.nan) / program.seconds
+        rate, of_jax = problem.flops(step) / program.seconds / 1e12, programs[JAX, step]
+        ratio = np.nan if of_jax.error else of_jax.seconds / program.seconds
         print(f"{line}{1e3 * program.seconds:10.3f}{rate:11.4g}{ratio:>7.3f}"
               f"{program.planned_bytes / 2**30:>10.2f}", flush=True)  # fmt: skip
 
 
-def program_of(report: Report, row: Row, arrays: tuple[jax.Array, ...]) -> Program:
+def program_of(
+    report: Report, problem: Problem, name: str, step: str, arrays: tuple[jax.Array, ...]
+) -> Program:
     """The program of a row on q, k, v and dout."""
-    causal, backend = row.problem.causal, "xla" if report.args.tiny else "cudnn"
+    causal, backend = problem.causal, "xla" if report.tiny else "cudnn"
     attend: Callable[..., Any] = st.Attention(report.mesh, causal=causal, backend=backend)
-    if row.setting == JAX:
+    if name == JAX:
         attend = functools.partial(
             jax.nn.dot_product_attention, is_causal=causal, implementation=backend
         )
@@ -130,5 +119,5 @@ def program_of(report: Report, row: Row, arrays: tuple[jax.Array, ...]) -> Progr
         return out, vjp(dout)
 
     forward = lambda q, k, v, dout: attend(q, k, v)  # noqa: E731
-    options = None if row.setting == JAX else report.options
-    return Program(both if row.step == BOTH else forward, arrays, options)
+    options = None if name == JAX else report.options
+    return Program(both if step == BOTH else forward, arrays, options)

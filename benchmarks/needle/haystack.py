@@ -9,7 +9,6 @@ anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ CITIES = (
     *("Istanbul", "Jakarta", "Kyoto", "Lisbon", "Madrid", "Nairobi", "Oslo", "Prague"),
     *("Quito", "Riga", "Seoul", "Tallinn", "Utrecht", "Vienna", "Warsaw", "Zurich"),
 )
-SENTENCE = "\nThe secret number of {key} is {value}.\n"
+SENTENCE = "\nThe secret number of {} is {}.\n"
 # A model continues: a question that is repeated in the answer also serves one that was not trained
 # to chat.
 QUESTION = (
@@ -36,8 +35,8 @@ QUESTION = (
 )
 DIGITS = 7
 """Of a secret number. All have as many, so that none is the beginning of another."""
-TRIED_VALUES = 64
-"""Numbers whose tokens are counted, to know how many an answer may take."""
+ANSWER_TOKENS = DIGITS + 2
+"""Most tokens that an answer may take: a space, and one more for tokenizers that add another."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,8 +47,6 @@ class Case:
     """The haystack with all needles in it, and the question."""
     answer: str
     """The number that is asked for."""
-    needle_at: int
-    """Where in `prompt` the needle begins that is asked for."""
 
 
 class Haystacks:
@@ -94,10 +91,6 @@ class Haystacks:
                 "--haystack."
             )
         self._hay = np.concatenate(parts)
-        rng = np.random.default_rng(0)
-        tried = [self._encode(f" {_number(rng)}") for _ in range(TRIED_VALUES)]
-        # One more, for a tokenizer that puts a space before a number.
-        self.most_answer_tokens = max(map(len, tried)) + 1
 
     def case(self, rng: np.random.Generator, *, length: int, needles: int, depth: float) -> Case:
         """A case whose prompt and answer fill `length` tokens.
@@ -120,10 +113,10 @@ class Haystacks:
             raise InputError(f"A depth must be from 0 to 1; got depth={depth}. Use 0.5.")
         keys = [CITIES[i] for i in rng.permutation(len(CITIES))[:needles]]
         values = [_number(rng) for _ in keys]
-        hidden = [self._encode(SENTENCE.format(key=key, value=value)) for key, value in zip(
-            keys, values, strict=True)]  # fmt: skip
+        sentences = map(SENTENCE.format, keys, values)
+        hidden = [self._encode(sentence) for sentence in sentences]
         question = self._encode(QUESTION.format(key=keys[0]))
-        others = sum(map(len, [self._beginning, *hidden, question])) + self.most_answer_tokens
+        others = sum(map(len, [self._beginning, *hidden, question])) + ANSWER_TOKENS
         if (room := length - others) < needles:
             raise InputError(
                 "A length must have room for needles, a question, an answer and a haystack; got "
@@ -138,15 +131,12 @@ class Haystacks:
         order[0] = -1 if depth < 0.5 else needles
         start = rng.integers(len(self._hay) - room + 1)
         hay = self._hay[start : start + room]
-        parts, at, needle_at = [self._beginning], 0, 0
+        parts, at = [self._beginning], 0
         for i in np.lexsort((order, places)):
-            parts.append(hay[at : places[i]])
-            if not i:
-                needle_at = sum(map(len, parts))
-            parts.append(hidden[i])
+            parts += [hay[at : places[i]], hidden[i]]
             at = places[i]
         prompt = np.concatenate([*parts, hay[at:], question])
-        return Case(prompt=prompt, answer=values[0], needle_at=needle_at)
+        return Case(prompt=prompt, answer=values[0])
 
     def is_right(self, said: Tokens, answer: str) -> bool:
         """Whether what a model said begins with the answer."""
@@ -164,8 +154,3 @@ class Haystacks:
 
 def _number(rng: np.random.Generator) -> str:
     return str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))
-
-
-def spread(count: int) -> Sequence[float]:
-    """So many depths from 0 to 1; the middle for one."""
-    return [0.5] if count == 1 else [i / (count - 1) for i in range(count)]

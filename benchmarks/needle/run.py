@@ -13,7 +13,7 @@ The newest checkpoint of the run is judged, also one that was only imported (`py
 trainer.gpt.pretrained FOLDER`): a prompt is split over all devices and prefilled by the attention
 of the mesh, and the answer is decoded with the sharded KV cache. `--rope.*` stretches rotary
 positions without any training. Haystacks are text, by default the source code of the Python
-standard library. --json writes all shares.
+standard library. All shares are written to needle.json in the folder of the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from benchmarks.needle.haystack import Case, Haystacks, spread
+from benchmarks.needle.haystack import ANSWER_TOKENS, Case, Haystacks
 from startrail_jax.errors import InputError
 from startrail_jax.planner.quantities import parse_count, show_count
 from trainer.command_line import flag_of, parse
@@ -40,9 +40,6 @@ from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.run.settings import CONFIG_FILE
 from trainer.task import SampleOptions
 from trainer.tasks import load_train_config
-
-PATIENCE_SECONDS = 10
-"""After which a cell is reported before its row is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +58,6 @@ class Options(SampleOptions):
     """Number of needles in a haystack; one of them is asked for."""
     rows: int = 1
     """Number of prompts that are answered at a time."""
-    seed: int = 0
-    """Seed of haystacks, needles and questions."""
     haystack: Path | None = None
     """Text for haystacks, as files of the kinds of `train.py --data.path`. The default is the
     source code of the Python standard library."""
@@ -73,15 +68,17 @@ class Options(SampleOptions):
     zero: Literal[0, 3] = 0
     """ZeRO level. 3 splits the weights over the devices, for models that do not fit one device.
     The default is 3 if the run used 3, else 0."""
-    json: Path | None = None
-    """A file for the results. The default is needle.json in the folder of the run."""
 
     def __post_init__(self) -> None:
         for name in ("depths", "cases", "needles", "rows"):
             check_minimum(name, getattr(self, name), 1)
-        check_minimum("seed", self.seed, 0)
         for length in self.lengths:
             parse_count(length, "lengths")
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """The lengths as numbers."""
+        return [parse_count(length, "lengths") for length in self.lengths]
 
     @classmethod
     def of(cls, run: Path, config: GPTTrainConfig) -> Options:
@@ -96,21 +93,13 @@ class Options(SampleOptions):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """How often a model was right at one length and depth."""
-
-    length: int
-    depth: float
-    share: float
-    cases: int
-    seconds: float
-
-
 def judge(
     config: GPTTrainConfig, haystacks: Haystacks, session: Any, options: Options
-) -> list[Score]:
+) -> list[dict[str, float]]:
     """Asks the model of a run, and prints a table.
+
+    Returns:
+        For each length and depth, the share of right answers and the number of cases.
 
     Raises:
         ValueError: if model, lengths and mesh do not fit each other.
@@ -134,34 +123,28 @@ def judge(
     )
     weights, step = restore_model(options.run, config, generator.weight_shapes, note=session.note)
     session.print(f"\n{options.run}, step {step}")
-    depths = spread(options.depths)
+    depths = np.linspace(0, 1, options.depths).tolist() if options.depths > 1 else [0.5]
     session.print("  length" + "".join(f"{depth:7.2f}" for depth in depths) + "   mean  seconds")
-    scores: list[Score] = []
-    for length in (parse_count(text, "lengths") for text in options.lengths):
-        row = []
+    scores: list[dict[str, float]] = []
+    for length in options.num_tokens:
+        begun, shares = time.perf_counter(), []
         for number, depth in enumerate(depths):
-            begun = time.perf_counter()
-            rng = np.random.default_rng([options.seed, length, number])
+            rng = np.random.default_rng([0, length, number])
             cases = [
                 haystacks.case(rng, length=length, needles=options.needles, depth=depth)
                 for _ in range(options.cases)
             ]
-            said = answers(generator, weights, cases, options.rows, haystacks.most_answer_tokens)
-            right = sum(haystacks.is_right(x, y.answer) for x, y in zip(said, cases, strict=True))
-            seconds = time.perf_counter() - begun
-            if seconds > PATIENCE_SECONDS:
-                session.note(f"{length:,} tokens, depth {depth:.2f}: {right} right")
-            share = right / len(cases)
-            row.append(
-                Score(length=length, depth=depth, share=share, cases=len(cases), seconds=seconds)
+            said = answers(generator, weights, cases, options.rows, ANSWER_TOKENS)
+            right = [haystacks.is_right(x, y.answer) for x, y in zip(said, cases, strict=True)]
+            shares.append(float(np.mean(right)))
+            scores.append(
+                {"length": length, "depth": depth, "share": shares[-1], "cases": len(cases)}
             )
         session.print(
             f"{show_count(length):>8}"
-            + "".join(f"{score.share:7.0%}" for score in row)
-            + f"{np.mean([score.share for score in row]):7.1%}"
-            + f"{sum(score.seconds for score in row):9.1f}"
+            + "".join(f"{share:7.0%}" for share in shares)
+            + f"{np.mean(shares):7.1%}{time.perf_counter() - begun:9.1f}"
         )
-        scores += row
     return scores
 
 
@@ -182,7 +165,6 @@ def judge_run(options: Options, config: GPTTrainConfig, distributed: Distributed
     from trainer.gpt.sample import tokenizer_of_run
     from trainer.session import joined
 
-    longest = max(parse_count(length, "lengths") for length in options.lengths)
     with joined(
         distributed,
         options,
@@ -195,11 +177,11 @@ def judge_run(options: Options, config: GPTTrainConfig, distributed: Distributed
             session.note(line)
         path = options.tokenizer or config.data.tokenizer
         tokenizer = tokenizer_of_run(options.run, config, path, note=session.note)
-        haystacks = Haystacks(tokenizer, options.haystack, longest=longest)
+        haystacks = Haystacks(tokenizer, options.haystack, longest=max(options.num_tokens))
         scores = judge(config, haystacks, session, options)
         if session.is_first:
-            path = options.json or options.run / "needle.json"
-            path.write_text(json.dumps([vars(score) for score in scores], indent=1) + "\n")
+            path = options.run / "needle.json"
+            path.write_text(json.dumps(scores, indent=1) + "\n")
             print(path)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import train
 from benchmarks.needle import run as needle
-from benchmarks.needle.haystack import CITIES, Haystacks
+from benchmarks.needle.haystack import ANSWER_TOKENS, CITIES, Haystacks
 from benchmarks.needle.run import Options, answers
 from configs.gpt import gpt_tiny
 from refusals import refused
@@ -33,12 +33,11 @@ def haystacks_in(folder, longest=700):
 def test_needle_that_is_asked_for_lies_at_its_depth(tmp_path, depth):
     haystacks = haystacks_in(tmp_path)
     case = haystacks.case(rng(), length=700, needles=5, depth=depth)
-    assert len(case.prompt) + haystacks.most_answer_tokens == 700
+    assert len(case.prompt) + ANSWER_TOKENS == 700
     text = BYTES.decode(case.prompt)
     (key,) = re.search(r"\?\nAnswer: The secret number of (\w+) is$", text).groups()
     sentence = f"\nThe secret number of {key} is {case.answer}.\n"
-    at = case.needle_at
-    assert text[at : at + len(sentence)] == sentence
+    at = text.index(sentence)
     context = text[: text.index("\n\nQuestion:")]
     needles = re.findall(r"\nThe secret number of (\w+) is (\d{7})\.\n", context)
     assert len({city for city, _ in needles}) == 5
@@ -77,9 +76,7 @@ def test_token_that_begins_a_document_is_the_first_of_the_prompt_alone(tmp_path,
     haystacks = Haystacks(tokenizer, texts, longest=100)
     case = haystacks.case(rng(), length=100, needles=3, depth=depth)
     assert np.flatnonzero(case.prompt == 0).tolist() == [0]
-    assert len(case.prompt) + haystacks.most_answer_tokens == 100
-    # The 7 words of a needle and the 15 of the question are tokens of this vocabulary.
-    assert case.needle_at == (len(case.prompt) - 15 - 7 if depth else 1)
+    assert len(case.prompt) + ANSWER_TOKENS == 100
 
 
 def test_answer_is_right_if_it_begins_with_the_number(tmp_path):
