@@ -9,7 +9,6 @@ printed, so that all of them meet the same load of the machine. The columns:
     ms        median wall time of one forward + backward
     GFLOP/s   useful work (visible pairs only) over that time, all devices together
     temp MiB  temporary memory of one device, from the compiled program, scheduled for least memory
-    balance   block work of the busiest device over the mean, counted in tiles
 
 The baselines are the package `ringattention` 0.1.2, if it is installed, and a plain matrix product.
 No accelerator is needed.
@@ -37,8 +36,6 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from benchmarks.schemes import HELP, Scheme, read_scheme
-from startrail_jax.blocks import xla
-from startrail_jax.blocks.tiles import visible_tiles
 
 CHUNKS = (256, 512)
 """Chunk sizes of the package `ringattention`; larger ones are slower."""
@@ -53,15 +50,13 @@ class Row:
     inputs: tuple[jax.Array, ...]
     flops: float
     temp_bytes: int = 0
-    balance: float | None = None
     seconds: list[float] = field(default_factory=list)
 
     def line(self) -> str:
         seconds = statistics.median(self.seconds)
-        balance = f"{self.balance:9.3f}" if self.balance else f"{'-':>9}"
         return (
             f"{self.name:<44}{1e3 * seconds:10.0f}{self.flops / seconds / 1e9:10.1f}"
-            f"{self.temp_bytes / 2**20:10.1f}{balance}"
+            f"{self.temp_bytes / 2**20:10.1f}"
         )
 
 
@@ -85,7 +80,7 @@ def main() -> None:
         start = time.perf_counter()
         jax.block_until_ready(row.step(*row.inputs))
         row.seconds.append(time.perf_counter() - start)
-    print(f"{'':<44}{'ms':>10}{'GFLOP/s':>10}{'temp MiB':>10}{'balance':>9}")
+    print(f"{'':<44}{'ms':>10}{'GFLOP/s':>10}{'temp MiB':>10}")
     for row in rows:
         print(row.line())
 
@@ -99,25 +94,7 @@ def ours(args: argparse.Namespace, scheme: Scheme) -> Row:
         **scheme.options,
     )
     query, key = attention.query_spec(args.heads), attention.key_spec(args.kv_heads)
-    row = compiled_row(scheme.name, args, attention, attention.mesh, query, key)
-    row.balance = balance(args, attention)
-    return row
-
-
-def balance(args: argparse.Namespace, attention: st.Attention) -> float:
-    """Tiles visited by the busiest device, over the mean."""
-    degrees, schedule = attention.degrees, attention.schedule
-    shard = args.seq_len // degrees.sequence
-    units = shard * schedule.query_ranks, shard * schedule.key_ranks
-    work = []
-    for device in np.ndindex(degrees.ring, degrees.group, degrees.team):
-        visited = 0
-        for distance in range(attention.num_rounds(args.seq_len)):
-            mask = schedule.visibility(args.seq_len, device, keys_behind=distance)
-            query, key = xla.tilings(mask, *units, args.heads // args.kv_heads)
-            visited += int(visible_tiles(mask, query, key).sum())
-        work.append(visited)
-    return max(work) / statistics.mean(work)
+    return compiled_row(scheme.name, args, attention, attention.mesh, query, key)
 
 
 def ringattention(args: argparse.Namespace) -> Iterator[Row]:
