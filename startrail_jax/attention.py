@@ -279,7 +279,7 @@ class Attention(Decoding):
             prefix=prefix_lengths,
             dropout=dropout,
         )
-        out, lse = _run(attention, specs, given_specs, given, *inputs)
+        out, lse = attention._whole(specs, given_specs, given, *inputs)
         return (out, lse) if return_lse else out
 
     def local(
@@ -326,6 +326,16 @@ class Attention(Decoding):
         query_segments, key_segments = as_negative(self.padding_id, (query_segments, key_segments))
         ids = query_segments, query_segments if shared else key_segments
         return self._attend(whole, query, key, value, *ids, kv_heads=kv_heads)
+
+    def _whole(
+        self,
+        specs: tuple[PartitionSpec, ...],
+        given_specs: ScoreInputs,
+        given: ScoreInputs,
+        *inputs: Array,
+    ) -> tuple[Array, Array]:
+        """The attention of whole arrays that have been checked."""
+        return _run(self, specs, given_specs, given, *inputs)
 
     def _on_device(
         self,
@@ -422,7 +432,7 @@ def _run(
     given: ScoreInputs,
     *inputs: Array,
 ) -> tuple[Array, Array]:
-    """The attention of whole arrays that have been checked."""
+    """The attention of whole arrays on the devices of its mesh."""
     return jax.shard_map(
         functools.partial(attention._on_device, kv_heads=inputs[1].shape[2]),
         mesh=attention.mesh,

@@ -11,8 +11,9 @@
         attention = st.Attention(mesh, window=24)
         assert_exact(attention, seq_len=64, heads=4, kv_heads=2, packed=True)
 
-`assert_exact` needs chex, which `pip install 'startrail-jax[testing]'` installs;
-`simulate_devices` needs only jax.
+`assert_model_exact` compares the loss and gradients of a whole model with those that it has with
+dense attention. `assert_exact` needs chex, which `pip install 'startrail-jax[testing]'` installs;
+the others need only jax.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float
 
 from startrail_jax.attention import Attention
-from startrail_jax.errors import BalanceWarning
+from startrail_jax.calls.key_masks import placed
+from startrail_jax.errors import BalanceWarning, UnsupportedError
+from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.shapes import EMPTY
 
 # The largest error that is allowed in float32, relative to the largest absolute value of a result.
@@ -44,6 +47,9 @@ FLOAT32_TOLERANCE = 2e-6
 # attention also rounds what devices send each other, and the largest error of a small problem
 # varies: ratios of up to 2.0 were measured on CPUs.
 NARROW_ERROR_RATIO = 4.0
+# The largest difference that is allowed in a model in float32, relative to the largest absolute
+# value of an array. Differences of up to 1.5e-6 were measured in models of two layers.
+MODEL_TOLERANCE = 2e-5
 
 # The most logits that the reference may compute, in all rows and heads together. This many take
 # some seconds, and about 3 GB of memory if they are all in one head.
@@ -139,11 +145,7 @@ def assert_exact(
         ValueError: if the sizes do not fit the mesh, or are too large for the reference.
     """
     chex = _import_chex()
-    if isinstance(attention.mesh, AbstractMesh):
-        raise ValueError(
-            "assert_exact needs a mesh of devices; got an attention on an AbstractMesh. "
-            "Build the attention on startrail_jax.make_mesh(degrees)."
-        )
+    _check_devices("assert_exact", attention)
     attention.resolved_mask.check_closed("assert_exact")
     kv_heads = heads if kv_heads is None else kv_heads
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
@@ -190,6 +192,88 @@ def assert_exact(
     _assert_values(chex, attention, inputs, found, tolerance)
 
 
+def assert_model_exact(
+    attention: Attention,
+    loss: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    tolerance: float = MODEL_TOLERANCE,
+) -> None:
+    """Asserts that a model has the loss and the gradients that it has with dense attention.
+
+    `loss(attention, params, *arrays)` and its gradients are computed twice, in full float32: with
+    `attention`, on the arrays that `attention.shard` makes of the batch; and with dense attention
+    of the same settings, on the same mesh, on arrays whose tokens are in natural order. Whatever
+    the model does by the order of tokens in memory is right in that order. So it shows here where a
+    model in zigzag order counts positions itself, shifts targets after the sharding, mixes
+    neighbours, masks dense logits itself, or gets arrays that are in no such order.
+
+    What is the same in both runs is not seen: segment ids or a window that the model forgets, and,
+    in contiguous order, a path to attention that was missed: it computes the right values, on the
+    whole sequence. To see these, compare the model with the unmodified one.
+
+    Args:
+        attention: what the model is to use. All devices of its mesh must belong to this process.
+        loss: (attention, params, *arrays) -> a scalar. It must use the attention that it is given,
+            in calls; `attention.local` is refused, and `decode` stays as it is. Dropout is refused.
+        params: tree of float arrays, by which the gradients are taken.
+        *batch: arrays [batch, seq, ...], or trees of them, in natural order on the host, as
+            `attention.shard` takes them. What has no token dimension belongs into `loss`.
+        tolerance: largest difference that is allowed, relative to the largest absolute value of
+            each array. The default, 2e-5, is for models in float32; narrower dtypes need more, and
+            show less.
+
+    Raises:
+        AssertionError: if the loss or a gradient differs. The message names the one that differs
+            most. Or if `loss` called no attention, as one that some other `jit` remembers.
+        NotImplementedError: if a call gives dropout, or is one of `attention.local`.
+        ValueError: if the mask leaves lengths to calls, the mesh has no devices, or a call is too
+            large for dense attention: see `assert_exact`.
+    """
+    _check_devices("assert_model_exact", attention)
+    attention.resolved_mask.check_closed("assert_model_exact")
+    fields = dataclasses.fields(attention)
+    settings: dict[str, Any] = {x.name: getattr(attention, x.name) for x in fields}
+    settings["layout"] = "contiguous"
+    dense = _Dense(**settings)
+
+    def results(attention: Attention) -> list[tuple[str, np.ndarray]]:
+        """Name and value of the loss and of each gradient."""
+        arrays = [attention.shard(x) for x in batch]
+        with jax.default_matmul_precision("highest"):
+            program = jax.jit(jax.value_and_grad(functools.partial(loss, attention)))
+            value, gradients = program(params, *arrays)
+        leaves = jax.tree_util.tree_leaves_with_path(gradients)
+        named = [(f"the gradient of params{jax.tree_util.keystr(path)}", x) for path, x in leaves]
+        return [(name, np.asarray(x, np.float64)) for name, x in [("the loss", value), *named]]
+
+    found, wanted = results(attention), results(dense)
+    if not dense.calls:
+        raise AssertionError(
+            "loss must call the attention that it is given; got a loss that called none. Bring it "
+            "to each layer of the model. A function under a jit of its own may remember another: "
+            "give that the attention as a static argument, or call jax.clear_caches() in loss."
+        )
+    # A gradient that is 0 but for rounding, as that of a bias of keys, has no size of its own.
+    largest = max((_largest(x) for _, x in wanted[1:] if x.any()), default=1.0)
+    errors = {}
+    for (name, given), (_, right) in zip(found, wanted, strict=True):
+        size = float(np.abs(right).max(initial=0))
+        size = size if name == "the loss" or size > 1e-5 * largest else largest
+        errors[name] = np.nan_to_num(np.abs(given - right).max(initial=0) / (size or 1), nan=np.inf)
+    name = max(errors, key=lambda name: errors[name])
+    if errors[name] > tolerance:
+        raise AssertionError(
+            f"{name} must be that of dense attention to {tolerance:g} of its largest value; got a "
+            f"difference of {errors[name]:.2g}, and a loss of {found[0][1]:.8g} instead of "
+            f"{wanted[0][1]:.8g}, in layout={attention.layout.kind!r}. Look for what goes by the "
+            "order of tokens in memory: positions that the model counts itself (give it "
+            "attention.layout.positions), targets shifted after attention.shard, neighbours that "
+            "are mixed, masks of its own, arrays that attention.shard did not order. assert_exact "
+            "checks the attention alone; a dtype below float32 needs a larger tolerance."
+        )
+
+
 def _import_chex() -> ModuleType:
     """The module chex, which the rest of the package does not need."""
     try:
@@ -200,6 +284,15 @@ def _import_chex() -> ModuleType:
             f"({error}). Run: pip install 'startrail-jax[testing]'"
         ) from error
     return chex
+
+
+def _check_devices(caller: str, attention: Attention) -> None:
+    """Raises a ValueError unless the mesh of an attention has devices."""
+    if isinstance(attention.mesh, AbstractMesh):
+        raise ValueError(
+            f"{caller} needs a mesh of devices; got an attention on an AbstractMesh. "
+            "Build the attention on startrail_jax.make_mesh(degrees)."
+        )
 
 
 # The problem ------------------------------------------------------------------------------------
@@ -378,8 +471,8 @@ def _largest(x: np.ndarray) -> float:
 # The reference ----------------------------------------------------------------------------------
 
 
-def _visible(attention: Attention, inputs: _Inputs) -> Bool[np.ndarray, "B T S"]:
-    """Which key each query sees."""
+def _visible(attention: Attention, inputs: _Inputs) -> Bool[Any, "B T S"]:
+    """Which key each query sees; traced if the segment ids are."""
     batch, query_len = inputs.query.shape[:2]
     query, key = np.arange(query_len)[:, None], np.arange(inputs.key.shape[1])
     seen = np.asarray(attention.resolved_mask.visible(query[None], key[None, None]))
@@ -433,3 +526,77 @@ def _reference(
         dk[b, :, n // group] += scale * (ds.T @ q)
         dv[b, :, n // group] += rounded(p).T @ dout[b, :, n]
     return {"out": out, "lse": lse, "dq": rounded(dq), "dk": rounded(dk), "dv": rounded(dv)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Dense(Attention):
+    """Dense attention with the settings of another, in float32, with tokens in natural order.
+
+    Every instance differs from all others, so that no jit takes one for another.
+    """
+
+    calls: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    """The shapes of the queries of all calls."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _whole(
+        self,
+        specs: tuple[PartitionSpec, ...],
+        given_specs: ScoreInputs,
+        given: ScoreInputs,
+        *inputs: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        if given.scores is not None and given.scores.dropout is not None:
+            raise UnsupportedError(
+                "assert_model_exact does not serve dropout; got a dropout_rate above 0. Call the "
+                "attention with deterministic=True in the loss to check."
+            )
+        (batch, length, heads, _), kv_length = inputs[0].shape, inputs[1].shape[1]
+        _check_size(batch, heads, length, kv_length, data=1)
+        self.calls.append(inputs[0].shape)
+        whole = jax.tree.map(lambda x: placed(self, x, PartitionSpec()), (given, inputs))
+        out, lse = jax.checkpoint(self._dense)(*whole)
+        return placed(self, out, specs[0]), placed(self, lse, self.lse_spec)
+
+    def _dense(
+        self, given: ScoreInputs, inputs: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Output and log-sum-exp, as `_reference` writes them, of replicated arrays."""
+        query, key, value, *of_tokens = inputs
+        dtype = query.dtype
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        ids = (of_tokens[0], of_tokens[-1]) if of_tokens else None
+        if ids is not None:  # Padding may be NaN.
+            query, key, value = (
+                jnp.where(own[..., None, None] >= 0, x, 0)
+                for own, x in zip((ids[0], ids[1], ids[1]), (query, key, value), strict=True)
+            )
+        problem = _Inputs(query=query, key=key, value=value, dout=None, dlse=None, segment_ids=ids)
+        seen = jnp.asarray(_visible(self, problem))[:, None]
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+        s = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
+        s = s * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        if self.softcap is not None:
+            s = self.softcap * jnp.tanh(s / self.softcap)
+        slopes, bias = (getattr(given.scores, name, None) for name in ("slopes", "bias"))
+        if slopes is not None:
+            distance = np.abs(np.subtract.outer(*map(np.arange, s.shape[2:])))
+            s = s - slopes[None, :, None, None] * distance[None, None]
+        s = jnp.where(seen, s if bias is None else s + bias, EMPTY)
+        lse = jax.nn.logsumexp(s, axis=-1)
+        if given.sinks is not None:
+            lse = jnp.logaddexp(lse, given.sinks[None, :, None])
+        p = jnp.where(seen, jnp.exp(s - lse[..., None]), 0)
+        out = jnp.einsum("bnts,bsnv->btnv", p, value, precision="highest")
+        return out.astype(dtype), jnp.where(seen.any(axis=-1), lse, EMPTY)
+
+    def _attend(self, *shards: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        raise UnsupportedError(
+            "assert_model_exact serves calls of an attention; got one of attention.local, in a "
+            "shard_map of the model. Check that function by assert_exact(attention_fn=...)."
+        )

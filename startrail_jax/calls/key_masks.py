@@ -58,7 +58,7 @@ def hide_keys(attention: Arguments, valid: Any, segment_ids: Any) -> tuple[Any, 
     of_queries, of_keys = ids
     rows, keys = valid.shape
     if rows % attention.degrees.data == 0 == keys % attention.layout.multiple:
-        valid = _placed(attention, jnp.asarray(valid), attention.sequence_spec)
+        valid = placed(attention, jnp.asarray(valid), attention.sequence_spec)
     return of_queries, jnp.where(valid, 0 if of_keys is None else int32_ids(of_keys), -1)
 
 
@@ -105,10 +105,10 @@ def pad_keys(
 
 def _filled(attention: Arguments, x: Array, missing: int, fill: int, spec: PartitionSpec) -> Array:
     widths = [(0, missing) if dim == 1 else (0, 0) for dim in range(x.ndim)]
-    return _placed(attention, jnp.pad(x, widths, constant_values=fill), spec)
+    return placed(attention, jnp.pad(x, widths, constant_values=fill), spec)
 
 
-def _placed(attention: Arguments, x: Array, spec: PartitionSpec) -> Array:
+def placed(attention: Arguments, x: Array, spec: PartitionSpec) -> Array:
     """An array on the Explicit axes of the mesh; the compiler places it on others."""
     if AxisType.Explicit not in attention.mesh.axis_types:
         return x

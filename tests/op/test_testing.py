@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import oracle
 import startrail_jax as st
 from startrail_jax import testing
-from startrail_jax.testing import assert_exact, simulate_devices
+from startrail_jax.testing import assert_exact, assert_model_exact, simulate_devices
 
 PROBLEM = {"seq_len": 16, "heads": 4, "kv_heads": 2, "head_dim": 7, "value_head_dim": 5}
 
@@ -200,6 +200,207 @@ def test_coarse_rounding_fails_in_bfloat16():
     attention = attention_on(st.Degrees())
     with pytest.raises(AssertionError, match="leaves 'out'"):
         assert_exact(attention, attention_fn=coarse, dtype="bfloat16", **PROBLEM)
+
+
+# A model -----------------------------------------------------------------------------------------
+
+SEQ_LEN, VOCABULARY, WIDTH = 16, 11, 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Parameters, tokens, targets, and segment ids whose padding is 0."""
+    rng = np.random.default_rng(0)
+    sizes = {"embed": (VOCABULARY, WIDTH), "place": (SEQ_LEN, WIDTH), "query": (WIDTH, 2, 3)}
+    sizes |= {"key": (WIDTH, 1, 3), "value": (WIDTH, 1, 5), "out": (2, 5, VOCABULARY)}
+    params = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    ids = rng.integers(0, VOCABULARY, (2, SEQ_LEN + 1)).astype(np.int32)
+    segments = np.repeat(np.array([[1, 2], [2, 0]], np.int32), SEQ_LEN // 2, axis=1)
+    return params, ids[:, :-1], ids[:, 1:], segments
+
+
+def loss_of(
+    attention,
+    params,
+    tokens,
+    targets,
+    segments=None,
+    *,
+    positions=None,
+    before=lambda x: x,
+    **given,
+):
+    if positions is None:
+        positions = attention.layout.positions(tokens.shape[1])
+    x = before(params["embed"][tokens] + params["place"][jnp.asarray(positions)][None])
+    heads = (jnp.einsum("btc,cnh->btnh", x, params[name]) for name in ("query", "key", "value"))
+    out = attention(*heads, segment_ids=segments, **given)
+    log_p = jax.nn.log_softmax(jnp.einsum("btnh,nhv->btv", out, params["out"]))
+    return -jnp.take_along_axis(log_p, targets[..., None], -1).mean()
+
+
+MODELS = {
+    "zigzag": (st.Degrees(team=2), {"layout": "zigzag"}, {}),
+    "contiguous": (st.Degrees(ring=2, data=2), {"balance": "layout"}, {}),
+    "documents": (
+        st.Degrees(group=2),
+        {"layout": "zigzag", "window": 5, "softcap": 2.0, "scale": 0.7, "padding_id": 0},
+        {"sinks": np.array([0.5, -1], np.float32)},
+    ),
+    "full": (
+        st.Degrees(head=2),
+        {"causal": False},
+        {"mask": np.arange(SEQ_LEN).reshape(1, 1, 1, -1) > 3, "bias": np.float32([[[[0.5]]]])},
+    ),
+    "slopes": (st.Degrees(tensor=2), {}, {"slopes": np.array([0.5, 0.25], np.float32)}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow_except_every(2)
+def test_model_passes(name, model):
+    degrees, options, given = MODELS[name]
+    params, *batch = model
+    if "bias" in given:
+        given = given | {"bias": np.broadcast_to(given["bias"], (1, 1, SEQ_LEN, SEQ_LEN))}
+    attention = attention_on(degrees, "auto", **options)
+    batch = batch if name == "documents" else batch[:2]
+    assert_model_exact(attention, functools.partial(loss_of, **given), params, *batch)
+
+
+def test_model_on_explicit_axes_passes(model):
+    def loss(attention, scale, query, segments):
+        out, lse = attention(
+            query * scale, query, query, segment_ids=(segments, segments), return_lse=True
+        )
+        return jnp.tanh(out).mean() + jnp.tanh(lse).mean()
+
+    query = np.random.default_rng(0).normal(size=(2, SEQ_LEN, 2, 3)).astype(np.float32)
+    attention = attention_on(st.Degrees(team=2), layout="zigzag", padding_id=0)
+    assert_model_exact(attention, loss, np.float32(1.5), query, model[-1])
+
+
+def next_of(tokens):
+    return jnp.roll(tokens, -1, axis=1)
+
+
+# What a model does by the order of tokens in memory.
+BY_MEMORY = {
+    "positions": lambda a, p, t, y: loss_of(a, p, t, y, positions=np.arange(SEQ_LEN)),
+    "targets": lambda a, p, t, y: loss_of(a, p, t, next_of(t)),
+    "neighbours": lambda a, p, t, y: loss_of(a, p, t, y, before=lambda x: x + next_of(x)),
+    "path": lambda a, p, t, y: (
+        loss_of(a, p, t, y) + loss_of(Missed(a.layout), p | {"out": p["out"][::-1]}, t, y)
+    ),
+}
+
+
+@dataclasses.dataclass
+class Missed:
+    """A layer that attends in its own way."""
+
+    layout: object
+
+    def __call__(self, query, key, value, *, segment_ids):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize("name", BY_MEMORY)
+def test_model_that_goes_by_memory_fails_in_zigzag_order(name, model):
+    params, *batch = model
+    params = params | {"value": params["value"][:, :, :3], "out": params["out"][:, :3]}
+    attention = attention_on(st.Degrees(team=2), "auto", layout="zigzag")
+    with pytest.raises(AssertionError, match=r"layout='zigzag'\. Look for .* positions"):
+        assert_model_exact(attention, BY_MEMORY[name], params, *batch[:2])
+    contiguous = dataclasses.replace(attention, layout="contiguous")
+    assert_model_exact(contiguous, BY_MEMORY[name], params, *batch[:2])
+
+
+def test_arrays_that_were_not_ordered_fail(model):
+    params, *batch = model
+    attention = attention_on(st.Degrees(team=2), "auto", layout="zigzag")
+    with pytest.raises(AssertionError, match=r"Look for .*shard did not order"):
+        assert_model_exact(attention, lambda a, p: loss_of(a, p, *batch[:2]), params)
+
+
+def test_gradient_that_differs_is_named(model):
+    def loss(attention, params, *batch):
+        factor = 1.01 if attention.layout.kind == "zigzag" else 1.0
+        return loss_of(attention, params | {"key": leaking(params["key"], factor)}, *batch)
+
+    params, *batch = model
+    attention = attention_on(st.Degrees(team=2), "auto", layout="zigzag")
+    message = r"^the gradient of params\['key'\] must be .* to 2e-05 .* difference of 0\.01,"
+    with pytest.raises(AssertionError, match=message):
+        assert_model_exact(attention, loss, params, *batch[:2])
+    assert_model_exact(attention, loss, params, *batch[:2], tolerance=0.02)
+
+
+def test_loss_that_is_not_a_number_fails(model):
+    params, *batch = model
+    attention = attention_on(st.Degrees(), "auto")
+    with pytest.raises(AssertionError, match=r"a loss of nan instead of nan"):
+        assert_model_exact(attention, lambda *x: jnp.nan * loss_of(*x), params, *batch[:2])
+
+
+def test_loss_that_calls_no_attention_fails(model):
+    """An attention that a jit of the model's own remembers, and one that is a static argument."""
+    params, *batch = model
+    attention = attention_on(st.Degrees(team=2), "auto")
+    current = []
+
+    @jax.jit
+    def remembering(params, *batch):
+        return loss_of(current[-1], params, *batch)
+
+    def loss(attention, params, *batch):
+        current.append(attention)
+        return remembering(params, *batch)
+
+    with pytest.raises(AssertionError, match=r"got a loss that called none\. .*clear_caches"):
+        assert_model_exact(attention, loss, params, *batch[:2])
+    told = jax.jit(loss_of, static_argnums=0)
+    for _ in range(2):
+        assert_model_exact(attention, told, params, *batch[:2])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"dropout_rate": 0.1},
+            NotImplementedError,
+            r"does not serve dropout; got a dropout_rate above 0\. .*deterministic=True",
+        ),
+        ({"local": True}, NotImplementedError, r"serves calls .*attention\.local.*attention_fn"),
+        ({"limit": 99}, ValueError, r"must be at most 99 .*; got batch=2, heads=2, seq_len=16"),
+    ],
+)
+def test_what_a_model_may_not_do_raises(given, error, message, model, monkeypatch):
+    params, *batch = model
+    attention = attention_on(st.Degrees(team=2), "auto")
+
+    def loss(attention, params, *batch):
+        if not given.get("local"):
+            rate = given.get("dropout_rate", 0.0)
+            dropout = {"dropout_rng": jax.random.key(0), "dropout_rate": rate}
+            return loss_of(attention, params, *batch, **dropout)
+        spec = attention.query_spec(2)
+        specs = {"in_specs": (spec,) * 3, "out_specs": (spec, attention.lse_spec)}
+        x = jnp.ones((2, SEQ_LEN, 2, 3)) * params["place"][0, 0]
+        return jax.shard_map(attention.local, mesh=attention.mesh, **specs)(x, x, x)[0].mean()
+
+    monkeypatch.setattr(testing, "MAX_LOGITS", given.get("limit", testing.MAX_LOGITS))
+    with pytest.raises(error, match=message):
+        assert_model_exact(attention, loss, params, *batch[:2])
+
+
+def test_model_with_lengths_of_calls_or_without_devices_raises(model):
+    attention = attention_on(st.Degrees(team=2), "auto", mask=st.masks.Prefix())
+    with pytest.raises(ValueError, match=r"assert_model_exact needs a mask whose lengths"):
+        assert_model_exact(attention, loss_of, *model)
+    with pytest.raises(ValueError, match=r"assert_model_exact needs a mesh of devices"):
+        assert_model_exact(st.Attention(AbstractMesh((2,), ("team",))), loss_of, *model)
 
 
 # The reference ----------------------------------------------------------------------------------
