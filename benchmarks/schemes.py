@@ -21,12 +21,13 @@ SCHEMES: dict[str, Callable[[int, int], st.Degrees]] = {
     "startrail-C": lambda n, c: st.Degrees.startrail(n, c=c),
     "team-A": lambda n, a: st.Degrees(team=a, ring=n // a),
 }
-OPTIONS: dict[str, Any] = {"inner": int, "gradient_dtype": str, "exchange": str}
+STRINGS = ("gradient_dtype", "exchange", "layout", "balance")
+OPTIONS: dict[str, Any] = {"inner": int, **dict.fromkeys(STRINGS, str)}
 HELP = (
     "ring, all-gather, ulysses; head-U (LoongTrain: Ulysses over U devices, rings outside); "
     "startrail-C and published-C (StarTrail here and in its paper); team-A (teams of A, a ring); "
     "or degrees, such as group=2,ring=4,team=2; with options of attention after a colon, such as "
-    "ring:inner=4 or team-4:gradient_dtype=bfloat16"
+    "ring:inner=4, team-4:gradient_dtype=bfloat16 or ring:layout=contiguous,balance=exchange"
 )
 
 

@@ -112,8 +112,7 @@ class AttentionCalls:
             head_dim=settings.head_dim,
             dtype=settings.dtype,
             mask=masks.resolve(None, causal=settings.causal, window=settings.window),
-            layout=settings.layout,
-            **scheme.options,
+            **{"layout": settings.layout} | scheme.options,
         )
 
     def order(self, scheme: Scheme) -> tuple[str, ...]:
@@ -132,7 +131,8 @@ class AttentionCalls:
         call, order = self._call(scheme), self.order(scheme)
         traffic = st.communication(scheme.degrees, **call).total
         mesh = self.place.mesh(scheme.degrees, order)
-        attention = st.Attention(mesh, mask=call["mask"], layout=call["layout"], **scheme.options)
+        ordered = {"layout": call["layout"]} | scheme.options
+        attention = st.Attention(mesh, mask=call["mask"], **ordered)
         given = self._inputs
         arrays = attention.shard(given.query, given.key, given.value, given.dout)
 

@@ -72,7 +72,7 @@ class ClusterSettings(Topology):
 
     @property
     def layout(self) -> str:
-        """Order of tokens in which all devices have the same work."""
+        """Order of tokens in which all devices have the same work, unless a scheme has its own."""
         return "zigzag" if self.causal else "contiguous"
 
     @property

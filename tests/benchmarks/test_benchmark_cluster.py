@@ -104,6 +104,8 @@ def test_scheme_has_the_options_in_its_name():
     assert scheme.options == {
         "published": True, "inner": 2, "gradient_dtype": "bfloat16", "exchange": "rings"
     }  # fmt: skip
+    scheme = read_scheme("ring:layout=contiguous,balance=exchange", 16)
+    assert scheme.options == {"layout": "contiguous", "balance": "exchange"}
 
 
 @pytest.mark.parametrize(
