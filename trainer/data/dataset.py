@@ -16,6 +16,7 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+@runtime_checkable
 class Documents(Protocol):
     """Whole documents, by their number. Several threads may read from it at once."""
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from trainer.config import TrainConfig
 from trainer.durable import replace_text
@@ -27,6 +27,7 @@ PARAMS_OF_REQUEST = 100
 LONGEST_PARAM = 500
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """A run in a program that collects metrics."""
 
