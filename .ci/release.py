@@ -26,7 +26,8 @@ def check_version(tag: str | None) -> str:
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     changed = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     for name, found in (("CITATION.cff", cited), ("CHANGELOG.md", changed)):
-        assert found and found[1] == version, f"{name} must begin with version {version}"
+        number = found[1] if found else None
+        assert number == version, f"{name} must have version {version} first; got {number}"
     assert tag in (None, f"v{version}"), f"the tag must be v{version}; got {tag}"
     return version
 

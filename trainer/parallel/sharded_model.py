@@ -72,7 +72,7 @@ class ShardedModel:
         """The model with initial weights, which are global arrays."""
         hooks = Hooks(
             wrap_layer=self._wrap_layer,
-            tiled=lambda function: in_tiles(function, self._tile),
+            tiled=lambda function: in_tiles(function, self._tile, self.partition.dtype),
             copy_to_tensor=self.partition.copy_to_tensor,
             reduce_from_tensor=self.partition.reduce_from_tensor,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,16 @@ from jaxtyping import Array, Float32
 from startrail_jax.xla.varying import vary
 
 
-def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., Array]:
+def in_tiles(function: Callable[..., Array], tile: int | None, dtype: Any) -> Callable[..., Array]:
     """A function of tokens that is computed for `tile` of them at a time, forward and backward.
 
     Args:
         function: a function of arrays [B T ...] to an array [B T ...] that treats each token by
             itself; it may be called with tokens of zeros, whose outputs are dropped.
         tile: most tokens at a time; None for all at once.
+        dtype: type in which `function` uses the matrices that it refers to. The loops over tiles
+            have them in this type, so that each matrix is cast once; gradients are added up in the
+            type of the matrix.
     """
 
     def tiled(*arrays: Array) -> Array:
@@ -27,10 +31,47 @@ def in_tiles(function: Callable[..., Array], tile: int | None) -> Callable[..., 
         if tile is None or tile >= batch * length:
             return function(*arrays)
         tiles = tuple(_cut(x, tile) for x in arrays)
-        out = lax.map(jax.checkpoint(lambda xs: function(*xs), prevent_cse=False), tiles)
+        pure, weights = jax.closure_convert(function, *(x[0] for x in tiles))
+        out = _map_tiles(pure, dtype, weights, tiles)
         return _joined(out, (batch, length, *out.shape[3:]))
 
     return tiled
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _map_tiles(function: Callable[..., Array], dtype: Any, weights: Any, tiles: Any) -> Array:
+    """`function(*tile, *weights)` for each tile."""
+    narrow = _narrow(weights, dtype)
+    return lax.map(lambda xs: function(*xs, *_wide(narrow, weights)), tiles)
+
+
+def _map_forward(function: Any, dtype: Any, weights: Any, tiles: Any) -> tuple[Array, Any]:
+    return _map_tiles(function, dtype, weights, tiles), (weights, tiles)
+
+
+def _map_backward(function: Any, dtype: Any, residuals: Any, dout: Array) -> tuple[Any, Any]:
+    weights, tiles = residuals
+    narrow = _narrow(weights, dtype)
+
+    def add(so_far: Any, given: Any) -> tuple[Any, Any]:
+        xs, of_tile = given
+        again = jax.checkpoint(lambda w, xs: function(*xs, *w), prevent_cse=False)
+        new, dxs = jax.vjp(again, _wide(narrow, weights), xs)[1](of_tile)
+        return jax.tree.map(jnp.add, so_far, new), dxs
+
+    return lax.scan(add, jax.tree.map(jnp.zeros_like, weights), (tiles, dout), reverse=True)
+
+
+_map_tiles.defvjp(_map_forward, _map_backward)
+
+
+def _narrow(weights: Any, dtype: Any) -> Any:
+    """The weights, of which matrices are in another type."""
+    return [w.astype(dtype) if w.ndim > 1 else w for w in weights]
+
+
+def _wide(narrow: Any, weights: Any) -> Any:
+    return [x.astype(w.dtype) for x, w in zip(narrow, weights, strict=True)]
 
 
 def summed_in_tiles(
