@@ -244,16 +244,16 @@ def _batch_bytes(call: Call) -> int:
 
 
 def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
-    """Elements of the matrices whose longest dimension but that of `tensor` is not their first.
-
-    The axes of ZeRO split that one, if they divide it.
-    """
+    """Elements of the matrices whose first dimension the axes of ZeRO do not split: those from
+    heads and hidden channels, which `tensor` splits, or whose number they do not divide."""
     model, tensor = call.model, settings.tensor
-    out = model.width * model.heads * model.head_dim
-    matrix = model.width * model.mlp_width
-    wide, narrow = model.mlp_width > model.width, model.mlp_width < model.width
-    alone = out + matrix * ((model.mlp_matrices - 1) * wide + narrow)
-    return model.layers * np.where(tensor > 1, out + matrix, alone) // tensor
+
+    def taken(size: int) -> np.ndarray:
+        return (tensor > 1) | (size % settings.replicas > 0)
+
+    out = taken(model.heads) * (model.width * model.heads * model.head_dim)
+    down = taken(model.mlp_width) * (model.width * model.mlp_width)
+    return model.layers * (out + down) // tensor
 
 
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:

@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import startrail_jax as st
@@ -304,10 +305,10 @@ def test_two_rounds_under_a_full_mask_add_results_of_16_bits():
 def test_gradients_and_moved_weights_are_of_different_phases():
     """Gathered weights that are split along a later dimension exist twice until the backward pass,
     and whole gradients from then on."""
-    config = make_config(zero=1)
+    config = make_config({"heads": 4, "kv_heads": 4, "head_dim": 16}, zero=1)
     layers = footprint(config, STARTRAIL)
-    # Of a layer, gate and up are [64, 80] and the output of attention is [8, 8, 64].
-    moved = 4 * 3 * (2 * 64 * 80 + 64 * 64)
+    # Of a layer, the output of attention is [4, 16, 64], whose heads eight devices do not split.
+    moved = 4 * 3 * 64 * 64
     found = {part.phase: part.size for part in layers.parts if part.name == "weights, moved"}
     assert found == {FORWARD: moved, LOSS: moved}
     (phase,) = (part.phase for part in layers.parts if part.name == "gradients")
@@ -326,7 +327,8 @@ def test_planner_moves_the_weights_that_a_run_moves(model, tensor):
     objective = TASKS[config.kind].make_objective(config)
     exact = step_sizes.step_sizes(config, objective, degrees).moved_elements
     call = types.SimpleNamespace(model=MODELS[model])
-    assert planner_step._moved_elements(call, degrees) == exact
+    settings = types.SimpleNamespace(tensor=np.int64(tensor), replicas=np.int64(8))
+    assert planner_step._moved_elements(call, settings) == exact
 
 
 def test_only_the_largest_phase_counts():

@@ -92,14 +92,14 @@ def test_zero_splits_the_largest_dimension_that_it_divides(level):
     axes = ("data", "ring", "team")
     assert {path: spec for path, spec in specs.items() if path[0] == "0"} == {
         "0/embedding/embedding": P(axes),  # 256 x 128
-        "0/head/kernel": P(None, axes),  # 128 x 256
+        "0/head/kernel": P(axes),  # 128 x 256
         "0/norm/scale": P(axes),
         "0/blocks/attention_norm/scale": P(None, axes),  # layers x 128
         "0/blocks/mlp_norm/scale": P(None, axes),
         "0/blocks/attention/query/kernel": P(None, axes, "tensor"),  # layers x 128 x 6 x 32
         "0/blocks/attention/key/kernel": P(None, axes, "tensor"),
         "0/blocks/attention/value/kernel": P(None, axes, "tensor"),
-        "0/blocks/attention/out/kernel": P(None, "tensor", None, axes),  # layers x 6 x 32 x 128
+        "0/blocks/attention/out/kernel": P(None, "tensor", axes),  # layers x 6 x 32 x 128
         "0/blocks/mlp/gate/kernel": P(None, axes, "tensor"),
         "0/blocks/mlp/up/kernel": P(None, axes, "tensor"),
         "0/blocks/mlp/down/kernel": P(None, "tensor", axes),

@@ -129,8 +129,9 @@ class Partition:
         """The `Split` of every array of a tree of weights, or of an optimizer's state.
 
         One rule serves both, since the path of a moment ends in the path of its weight: `tensor`
-        splits the dimension that `TENSOR_DIMS` names, and ZeRO's axes split the largest other
-        dimension that they divide.
+        splits the dimension that `TENSOR_DIMS` names, and ZeRO's axes split the first other
+        dimension that they divide: a collective joins and divides arrays along their first one, and
+        what is split along another is moved in memory.
 
         Args:
             state: arrays or their shapes.
@@ -168,7 +169,7 @@ class Partition:
         ]
         return Split(
             tensor=None if copied else dim,
-            zero=max(fits, key=lambda i: x.shape[i], default=None),
+            zero=min(fits, default=None),
             vector=len(x.shape) == stacked + 1,
             copied_heads=copied,
             shared=shared,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ class ShardedModel:
         partition: Partition,
         *,
         tile: int | None,
+        by_policy: bool = False,
         remat: Callable[[Layer], Layer] = lambda layer: layer,
     ) -> None:
         """Finds out how the weights are sharded, without making them.
@@ -44,6 +46,7 @@ class ShardedModel:
             attention: the attention that the model calls, on the mesh of `partition`.
             partition: how weights are sharded and gathered.
             tile: tokens of a device that the MLP treats at a time; None for all.
+            by_policy: whether the policy of `remat` says what a tile saves.
             remat: wraps the function of a layer, which gathers its weights.
 
         Raises:
@@ -53,6 +56,7 @@ class ShardedModel:
         self.partition = partition
         self._make_model = make_model
         self._tile = tile
+        self._by_policy = by_policy
         self._remat = remat
         self._graph, shapes = nnx.split(nnx.eval_shape(self.make))
         self.splits = partition.splits(shapes)
@@ -72,7 +76,9 @@ class ShardedModel:
         """The model with initial weights, which are global arrays."""
         hooks = Hooks(
             wrap_layer=self._wrap_layer,
-            tiled=lambda function: in_tiles(function, self._tile, self.partition.dtype),
+            tiled=partial(
+                in_tiles, tile=self._tile, dtype=self.partition.dtype, by_policy=self._by_policy
+            ),
             copy_to_tensor=self.partition.copy_to_tensor,
             reduce_from_tensor=self.partition.reduce_from_tensor,
         )

@@ -181,6 +181,8 @@ class Program:
 
     def _sharded_model(self, attention: Attention) -> ShardedModel:
         config, objective = self.config, self.objective
+        # Frozen weights are kept as they are, and none as it is used.
+        gathers_weights = config.zero == 3 or config.freezes
         return ShardedModel(
             lambda attention_fn, hooks: objective.make_model(
                 attention_fn, hooks, nnx.Rngs(config.seed)
@@ -188,12 +190,12 @@ class Program:
             attention,
             self.partition,
             tile=config.tile,
+            by_policy=config.remat == "none" and gathers_weights,
             remat=partial(
                 rematerialised,
                 remat=config.remat,
                 offload=config.offload,
-                # Frozen weights are kept as they are, and none as it is used.
-                gathers_weights=config.zero == 3 or config.freezes,
+                gathers_weights=gathers_weights,
             ),
         )
 

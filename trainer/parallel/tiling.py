@@ -14,7 +14,9 @@ from jaxtyping import Array, Float32
 from startrail_jax.xla.varying import vary
 
 
-def in_tiles(function: Callable[..., Array], tile: int | None, dtype: Any) -> Callable[..., Array]:
+def in_tiles(
+    function: Callable[..., Array], tile: int | None, dtype: Any, *, by_policy: bool = False
+) -> Callable[..., Array]:
     """A function of tokens that is computed for `tile` of them at a time, forward and backward.
 
     Args:
@@ -24,6 +26,8 @@ def in_tiles(function: Callable[..., Array], tile: int | None, dtype: Any) -> Ca
         dtype: type in which `function` uses the matrices that it refers to. The loops over tiles
             have them in this type, so that each matrix is cast once; gradients are added up in the
             type of the matrix.
+        by_policy: whether the policy of a checkpoint around it says what a tile saves. Otherwise a
+            tile saves its input. The loops then cast matrices in each tile.
     """
 
     def tiled(*arrays: Array) -> Array:
@@ -31,8 +35,12 @@ def in_tiles(function: Callable[..., Array], tile: int | None, dtype: Any) -> Ca
         if tile is None or tile >= batch * length:
             return function(*arrays)
         tiles = tuple(_cut(x, tile) for x in arrays)
-        pure, weights = jax.closure_convert(function, *(x[0] for x in tiles))
-        out = _map_tiles(pure, dtype, weights, tiles)
+        if by_policy:
+            once = jax.checkpoint(lambda xs: function(*xs), prevent_cse=False)
+            out: Any = lax.map(once, tiles)
+        else:
+            pure, weights = jax.closure_convert(function, *(x[0] for x in tiles))
+            out = _map_tiles(pure, dtype, weights, tiles)
         return _joined(out, (batch, length, *out.shape[3:]))
 
     return tiled
