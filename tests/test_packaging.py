@@ -16,8 +16,6 @@ MODULES = {
     "pillow": "PIL",
     "scikit-learn": "sklearn",
 }
-# Draws the loss curve of a run where it is installed; the run is whole without.
-OPTIONAL = {"matplotlib"}
 
 
 def required(*extras):
@@ -43,7 +41,7 @@ def imported(*paths):
 
 def test_core_requires_what_the_wheel_imports_and_no_more():
     files = set((ROOT / "startrail_jax").rglob("*.py")) - {ROOT / "startrail_jax" / "testing.py"}
-    assert imported(*files) - OPTIONAL == required()
+    assert imported(*files) == required()
 
 
 def test_testing_requires_what_it_imports():
@@ -57,4 +55,4 @@ def test_program_requires_what_it_imports_and_no_more():
     files += [ROOT / "train.py", ROOT / "sample.py"]
     # fsspec imports the packages of the stores by itself.
     wanted = required("train", "hf", "images", "stores") - {"gcsfs", "s3fs"}
-    assert (imported(*files) | required()) - OPTIONAL == wanted - OPTIONAL
+    assert imported(*files) | required() == wanted

@@ -15,6 +15,7 @@ from programs import records_of as records
 from refusals import refused
 from trainer.errors import StorageError
 from trainer.run import curve, metrics
+from trainer.run.folder import read_records
 from trainer.run.metrics import Reporter
 
 pytestmark = pytest.mark.quick
@@ -127,7 +128,9 @@ def test_resume_leaves_broken_lines_out_and_says_so(tmp_path, capsys):
     line = capsys.readouterr().out
     assert line == f"WARNING: 4 lines of {path} could not be read: they are left out\n"
     path.write_text("\n" + path.read_text())
-    assert curve._read(path)["train_loss"] == [(step, 1.0) for step in range(1, 5)]
+    assert curve.losses_of(read_records(tmp_path))["train_loss"] == [
+        (step, 1.0) for step in range(1, 5)
+    ]
 
 
 def test_full_disk_raises_where_it_is_met(tmp_path):

@@ -7,16 +7,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from programs import REPOSITORY
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import session
-from trainer.errors import MissingPackageError
 from trainer.run import commands, curve, folder
 from trainer.run.commands import command
 from trainer.run.curve import describe_curve, draw_curve, show_results
@@ -34,6 +33,15 @@ def write_metrics(run_dir, losses):
 # The loss curve.
 
 
+def curves_of(picture):
+    """The points of each curve of an SVG picture, by its colour."""
+    lines = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}polyline")
+    return {
+        x.get("stroke"): [tuple(map(float, p.split(","))) for p in x.get("points").split()]
+        for x in lines
+    }
+
+
 def test_curve_is_drawn_from_what_the_run_has_reported(tmp_path, capsys):
     losses = {
         2: {"train_loss": 2.0, "mfu": None},
@@ -42,13 +50,41 @@ def test_curve_is_drawn_from_what_the_run_has_reported(tmp_path, capsys):
     }
     write_metrics(tmp_path, losses)
     show_results(tmp_path)
-    path = tmp_path / "losses.png"
+    path = tmp_path / "losses.svg"
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"loss curve: {path}", f"next: {command('sample.py', tmp_path)}"]
-    with Image.open(path) as image:
-        pixels = np.asarray(image.convert("RGB"))
-    for colour in ((0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)):
-        assert (pixels == colour).all(axis=-1).any()
+    curves = curves_of(path.read_text())
+    ((x2, y2), (x6, y1)), ((x, y),) = curves["#4477aa"], curves["#ee6677"]
+    # Both curves have the same axes: x is in proportion to the step, and y falls with the loss.
+    assert x6 - curve.LEFT == pytest.approx(3 * (x2 - curve.LEFT), abs=0.2)
+    assert x == x6
+    assert (y2, y, y1) == (curve.TOP, (curve.TOP + curve.BOTTOM) / 2, curve.BOTTOM)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [
+        (1.03, 1.96, [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]),
+        (2.0, 2.0, [2.0, 2.5]),
+        (0.0, 0.0, [0.0, 0.2]),
+        (-3.0, 40.0, [-10.0, 0.0, 10.0, 20.0, 30.0, 40.0]),
+    ],
+)
+def test_marks_are_round_numbers_around_the_values(low, high, marks):
+    np.testing.assert_allclose(curve._marks(low, high), marks)
+
+
+def test_long_curve_has_few_points_and_its_last_one():
+    losses = {"train_loss": [(step, 5.0) for step in range(1, 100_000)], "validation_loss": []}
+    (points,) = curves_of(curve.svg_of(losses, "long")).values()
+    assert len(points) <= curve.MOST_POINTS
+    assert points[-1][0] == pytest.approx(curve.RIGHT, abs=0.1)
+
+
+def test_title_of_a_curve_may_be_any_text():
+    picture = curve.svg_of({"train_loss": [(1, 2.0)], "validation_loss": []}, 'a<b>&"\x1b[2J')
+    texts = [x.text for x in ElementTree.fromstring(picture).iter()]
+    assert 'loss of a<b>&"\\x1b[2J' in texts
 
 
 def test_run_without_losses_has_no_curve(tmp_path):
@@ -57,17 +93,6 @@ def test_run_without_losses_has_no_curve(tmp_path):
     write_metrics(tmp_path, {2: {"train_loss": None}})
     # A run ends well all the same.
     assert "could not be drawn (A run must have reported a loss" in describe_curve(tmp_path)
-
-
-def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
-    write_metrics(tmp_path, {2: {"train_loss": 2.0}})
-    monkeypatch.setattr(curve.importlib.util, "find_spec", lambda name: None)
-    line = describe_curve(tmp_path)
-    assert line.startswith(f"loss curve: {command('pip', 'install', 'matplotlib')} && ")
-    assert line.endswith(f" -m trainer.run.curve {tmp_path}")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with refused(MissingPackageError, "The loss curve needs"):
-        draw_curve(tmp_path)
 
 
 # Versions.

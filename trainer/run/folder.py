@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer import durable
@@ -93,6 +94,18 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a program trains in a folder; True where the file system has no locks."""
+    try:
+        with (folder / LOCK_FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return error.errno in durable.NO_LOCKS
+    return False
 
 
 def require_writable(folder: Path) -> None:
@@ -262,6 +275,16 @@ def drop_after(path: Path, last_step: int) -> int:
     durable.flush(part)
     durable.rename(part, path)
     return broken
+
+
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, each with its "step"; none if there is no file.
+
+    Lines that cannot be read are left out: a run that trains may be writing the last one.
+    """
+    path = run_dir / METRICS_FILE
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if step_of_line(line) is not None]
 
 
 def step_of_line(line: str) -> int | None:
