@@ -18,7 +18,7 @@ from trainer.checkpoints.reading import restore_frozen
 from trainer.data.batches import Feed
 from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
-from trainer.parallel.state import TrainState, describe_memory, describe_state
+from trainer.parallel.state import TrainState, describe_memory, describe_state, step_bytes
 from trainer.parallel.step import Program, StepMetrics
 from trainer.run.divergence import Judgement, Watch
 from trainer.run.folder import (
@@ -97,6 +97,7 @@ class Loop:
         self._skipped = 0
         self._left_out = 0
         self._train_step: Any = None
+        self._memory_bytes = 0
         mesh: Any = program.attention.mesh
         self._devices: list[Any] = list(mesh.devices.flat)
         self._ahead = 0 if self._devices[0].platform == "cpu" else 1
@@ -149,7 +150,9 @@ class Loop:
         batch = next(self._feed.held_out()) if program.parts is None else program.batch_shapes
         with report.phase("compiling"):
             self._train_step = train_step.lower(self.state, batch).compile()
-        report.line(f"memory of a device: {describe_memory(self._train_step.memory_analysis())}")
+        analysis = self._train_step.memory_analysis()
+        self._memory_bytes = step_bytes(analysis)
+        report.line(f"memory of a device: {describe_memory(analysis)}")
         documents = self._feed.documents
         peak = peak_flops(self._devices[0].device_kind)
         with writing(config.run_dir):
@@ -258,6 +261,7 @@ class Loop:
                 "train_loss": float(np.mean(self._since_report)),
                 "gradient_norm": norm,
                 "learning_rate": float(metrics.learning_rate),
+                "memory_bytes": self._memory_bytes,
                 **{name: count for name, count in counts.items() if count},
                 **self.checkpoints.take_costs(),
                 **measured,

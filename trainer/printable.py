@@ -1,4 +1,4 @@
-"""Text as it may be shown on a terminal, whatever file, model or process it comes from."""
+"""Text as it may be shown on a terminal, whatever it comes from; times and sizes as text."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ def printable(text: str) -> str:
         return x.encode("unicode_escape").decode() if commands and x not in KEPT else x
 
     return "".join(map(shown, text))
+
+
+def duration(seconds: float) -> str:
+    """A time as "1:23" (minutes and seconds) or "1:02:03"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def size_of(size: int) -> str:
+    """A number of bytes as "1.50 GiB", or "3.0 MiB" below half a GiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
 def say(line: str) -> None:

@@ -19,6 +19,7 @@ from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.objective import Objective
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
+from trainer.printable import size_of
 
 
 class TrainState(NamedTuple):
@@ -139,10 +140,15 @@ def describe_state(state: TrainState) -> list[str]:
     trained = bytes_of_device((state.weights, state.average))
     return [
         f"{line}, of which adapters are trained: {millions(state.weights)}",
-        f"state of a device: adapters {_size(trained)}, optimizer "
-        f"{_size(bytes_of_device(state.optimizer))}, frozen weights "
-        f"{_size(bytes_of_device(state.frozen))} in {dtype}",
+        f"state of a device: adapters {size_of(trained)}, optimizer "
+        f"{size_of(bytes_of_device(state.optimizer))}, frozen weights "
+        f"{size_of(bytes_of_device(state.frozen))} in {dtype}",
     ]
+
+
+def step_bytes(analysis: Any) -> int:
+    """The bytes of a device that a compiled program takes, by its `memory_analysis()`."""
+    return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
 
 
 def describe_memory(analysis: Any) -> str:
@@ -151,11 +157,7 @@ def describe_memory(analysis: Any) -> str:
     Args:
         analysis: what `memory_analysis()` of the program returns.
     """
-    state, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+    state, whole = analysis.argument_size_in_bytes, step_bytes(analysis)
     host = analysis.host_temp_size_in_bytes
-    line = f"{_size(state + temporary)} (state and batch {_size(state)}, the rest for a step)"
-    return f"{line}, and {_size(host)} of the host's" if host else line
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
+    line = f"{size_of(whole)} (state and batch {size_of(state)}, the rest for a step)"
+    return f"{line}, and {size_of(host)} of the host's" if host else line

@@ -22,7 +22,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
 from trainer import durable
 from trainer.errors import StorageError
-from trainer.printable import printable
+from trainer.printable import duration, printable
 from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE, drop_after, writing
 from trainer.run.trackers import End, Tracker
@@ -237,10 +237,7 @@ class Reporter:
             parts.append(f"MFU {mfu:.1%}")
         pace = _rate(self._begun, (step, now))
         if pace:
-            minutes, seconds = divmod(round((self._steps - step) / pace), 60)
-            hours, minutes = divmod(minutes, 60)
-            left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-            parts.append(f"{left} left")
+            parts.append(f"{duration((self._steps - step) / pace)} left")
         return "  ".join(parts)
 
     def _write(self, step: int, metrics: Mapping[str, float | None]) -> None:
