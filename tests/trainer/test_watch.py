@@ -42,7 +42,7 @@ def test_run_that_trains_shows_what_is_known(tmp_path):
     assert seen.is_training
     assert seen.facts == {
         "state": "training",
-        "step": "30 of 70, 0:05 ago",
+        "step": "30 of 70, reported 0:05 ago",
         "training loss": "2.0000",
         "validation loss": "3.2500",
         "tokens/s": "12,346",

@@ -77,7 +77,7 @@ def look(run_dir: Path, now: float) -> Look:
     facts = {"state": "training" if is_training else "finished" if step == steps else "stopped"}
     facts["step"] = f"{step} of {steps}" if steps else str(step)
     if records and is_training:
-        facts["step"] += f", {duration(max(now - records[-1]['time'], 0))} ago"
+        facts["step"] += f", reported {duration(max(now - records[-1]['time'], 0))} ago"
     last = {name: value for x in records for name, value in x.items() if value is not None}
     facts |= {label: shown(last[name]) for name, (label, shown) in SHOWN.items() if name in last}
     pace = _seconds_per_step(records[-RECENT_REPORTS:])
