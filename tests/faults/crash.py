@@ -2,10 +2,13 @@
 
     python tests/faults/crash.py                            # 10 kills
     python tests/faults/crash.py --kills 50 --seed 1 --moments call
+    python tests/faults/crash.py --kills 20 -- --devices 8 --seq-len 512 \\
+        --data.batches documents --data.mask-documents --data.end-of-document 0
 
 The benchmark trains a small GPT on simulated devices without disturbance. Then it trains the same
 GPT in another folder, kills the program with SIGKILL, starts the same command again, kills it
-again, and so on, and lets the last start finish. The moments of the kills take turns:
+again, and so on, and lets the last start finish. What follows `--` are flags of train.py that come
+after the benchmark's own. The moments of the kills take turns:
 
     save      up to 20 ms after the folder of an unfinished checkpoint appeared
     step      up to 300 ms after a random step was reported
@@ -92,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            crash(args.kills, seed=args.seed, folder=Path(folder), moments=args.moments)
+            crash(args.kills, seed=args.seed, folder=Path(folder), moments=args.moments,
+                  flags=args.flags)  # fmt: skip
         except CheckFailed as failure:
             print(f"FAILED: {failure}", file=sys.stderr)
             return 1
@@ -100,7 +104,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def crash(
-    num_kills: int, *, seed: int, folder: Path, moments: Sequence[str] = MOMENTS
+    num_kills: int,
+    *,
+    seed: int,
+    folder: Path,
+    moments: Sequence[str] = MOMENTS,
+    flags: Sequence[str] = (),
 ) -> list[Kill]:
     """Trains without and with kills, and compares.
 
@@ -109,6 +118,7 @@ def crash(
         seed: seed of the moments of the kills.
         folder: folder for the data and both runs.
         moments: those of `MOMENTS` that take turns.
+        flags: further flags of train.py.
 
     Returns:
         The kills, in order.
@@ -121,7 +131,7 @@ def crash(
     random.integers(0, 256, 20_000).astype("<u2").tofile(data)
     # Saves take most of the time, and a kill loses the steps of at most two of them.
     steps = EVERY * (8 + 6 * num_kills)
-    flags = [*FLAGS.split(), "--data.path", str(data), "--steps", str(steps)]
+    flags = [*FLAGS.split(), "--data.path", str(data), "--steps", str(steps), *flags]
 
     undisturbed = folder / "undisturbed"
     started = time.perf_counter()
@@ -368,6 +378,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=10, help="how often to kill it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="when")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --: flags of train.py")
     return parser.parse_args(argv)
 
 
