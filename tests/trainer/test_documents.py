@@ -206,6 +206,22 @@ def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
         np.testing.assert_allclose(found, x, atol=1e-5 * np.abs(x).max(), err_msg=str(path))
 
 
+@pytest.mark.parametrize("order", ["rings_inside", "collectives_inside", "context_first"])
+def test_devices_that_share_a_row_share_a_node(order):
+    """As far as they fit into one, whichever axes of the mesh lie inside the nodes."""
+    for degrees in (st.Degrees(ring=2, team=2, group=2), st.Degrees(data=2, ring=2, team=2)):
+        program = make_program(degrees, order)
+        shape = program.parts.most, program.parts.devices, program.parts.share
+        indices = program.parts.sharding.devices_indices_map(shape)
+        devices = {index[1].start or 0: device.id for device, index in indices.items()}
+        for split in program.parts.splits:
+            rows = {}
+            for place_, (row, _) in enumerate(split.places):
+                rows.setdefault(row, []).append(devices[place_])
+            for held in rows.values():
+                assert max(held) - min(held) == split.c - 1 or split.c == degrees.sequence
+
+
 @pytest.mark.slow
 def test_documents_on_one_device_send_nothing():
     """A program whose documents all fit one device has no collective but those of weights."""

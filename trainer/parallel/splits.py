@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from startrail_jax.analysis.cost import communication
 from startrail_jax.analysis.settings import legal_degrees
@@ -39,7 +40,7 @@ def make_parts(
     """
     mesh: Any = attention.mesh
     # Axes of degree 1 are in no spec.
-    names = tuple(x for x in mesh.axis_names if x != "tensor" and mesh.shape[x] > 1)
+    names = tuple(x for x in _slowest_first(mesh) if x != "tensor" and mesh.shape[x] > 1)
     devices = math.prod(mesh.shape[name] for name in names)
     longest = attention.degrees.sequence
     share = attention.layout.padded_length(config.num_tokens) // longest
@@ -48,7 +49,7 @@ def make_parts(
         if devices % c:
             continue
         if c == longest:
-            of_split, places = attention, _places(attention)
+            of_split, places = attention, _places(attention, names)
         else:
             degrees = _degrees(c, devices, config, attention.degrees)
             kind = attention.layout.kind
@@ -94,15 +95,35 @@ def check_parts(config: TrainConfig, degrees: Degrees) -> None:
         )
 
 
-def _places(attention: Attention) -> tuple[tuple[int, int], ...]:
-    """The row and the rank of each device in the split of the mesh itself, in the mesh's order."""
+def _slowest_first(mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh, with those last whose devices are next to each other in the cluster.
+
+    Devices of a node have neighbouring numbers. In this order, the neighbours that share a row are
+    in one node, whatever the order of the roles of the mesh.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return mesh.axis_names
+    numbers = [(x.process_index, x.id) for x in mesh.devices.flat]
+    ranks = np.array([sorted(numbers).index(x) for x in numbers]).reshape(mesh.devices.shape)
+
+    def stride(name: str) -> int:
+        along = np.moveaxis(ranks, mesh.axis_names.index(name), 0)
+        return abs(int(along[-1].flat[0] - along[0].flat[0])) // max(len(along) - 1, 1)
+
+    return tuple(sorted(mesh.axis_names, key=stride, reverse=True))
+
+
+def _places(attention: Attention, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """The row and the rank of each device in the split of the mesh itself, in the order of axes."""
     mesh: Any = attention.mesh
-    names = [name for name in mesh.axis_names if name != "tensor"]
-    index = dict(zip(names, np.indices([mesh.shape[name] for name in names]), strict=True))
-    rank = np.zeros_like(index["data"])
+    sizes = {role: mesh.shape[role] for role in ("data", *SEQUENCE_ROLES)}
+    index = dict(zip(names, np.indices([sizes[name] for name in names]), strict=True))
+    nothing = np.zeros([sizes[name] for name in names], int)
+    rank = nothing
     for role in SEQUENCE_ROLES:
-        rank = rank * mesh.shape[role] + index[role]
-    return tuple(zip(index["data"].ravel().tolist(), rank.ravel().tolist(), strict=True))
+        rank = rank * sizes[role] + index.get(role, nothing)
+    rows = index.get("data", nothing)
+    return tuple(zip(rows.ravel().tolist(), rank.ravel().tolist(), strict=True))
 
 
 def _degrees(c: int, devices: int, config: TrainConfig, of_mesh: Degrees) -> Degrees:
