@@ -18,12 +18,14 @@ from benchmarks.cluster import links as cluster_links
 from benchmarks.cluster import nodes as cluster_nodes
 from benchmarks.cluster import rounds as cluster_rounds
 from benchmarks.cluster import run as cluster
+from benchmarks.cluster import start
 from benchmarks.cluster import training as cluster_training
 from benchmarks.cluster.attention import AttentionCalls, Place
 from benchmarks.cluster.nodes import Topology
 from benchmarks.cluster.settings import ClusterSettings
 from benchmarks.cluster.training import TrainingSteps
 from benchmarks.schemes import read_scheme
+from programs import TINY
 from refusals import refused
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
@@ -363,6 +365,34 @@ def test_bytes_and_times_of_an_emulated_cluster_are_those_expected():
     # The ports let no more through.
     assert float(seconds) > 0.9 * 2 * wanted * 8 / 20
     assert 0 < float(error) < 2e-6
+
+
+def test_start_needs_words_of_train_py(monkeypatch):
+    started = []
+    monkeypatch.setattr(start, "run", lambda *arguments: started.append(arguments) or 0)
+    for argv in (["--nodes", "3"], ["--nodes", "3", "--"]):
+        with refused(InputError, "The words of train.py"):
+            start.main(argv)
+    assert start.main(["--nodes", "3", "--devices", "2", "--", "gpt_tiny", "--steps", "5"]) == 0
+    ((topology, command, variables),) = started
+    assert (topology.nodes, topology.devices) == (3, 2)
+    assert command[2:5] == ["gpt_tiny", "--steps", "5"]
+    assert command[command.index("--distributed.processes") + 1] == "3"
+    assert variables["JAX_NUM_CPU_DEVICES"] == "2"
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_train_py_runs_on_an_emulated_cluster(tmp_path):
+    words = f"{TINY} --steps 2 --run-dir {tmp_path / 'run'}".split()
+    cluster_flags = ["--nodes", "2", "--devices", "2", "--rate", "400mbit", "--"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/cluster/start.py", *cluster_flags, "gpt_tiny", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "devices: 4 x cpu in 2 processes" in done.stdout
+    assert "step 2/2" in done.stdout
 
 
 def test_shared_program_runs_on_devices_in_the_order_of_the_mesh(tmp_path, request, monkeypatch):
