@@ -262,10 +262,13 @@ def test_batches_go_on_where_they_were():
     other.close()
 
 
-def test_other_devices_go_on_with_all_documents_once():
+@pytest.mark.parametrize(
+    "degrees", [st.Degrees(data=3, ring=2), st.Degrees.startrail(4, c=2)], ids=["6", "4"]
+)
+def test_other_devices_go_on_with_all_documents_once(degrees):
     documents = text_documents([text(LENGTHS)], END, LONGEST)
     series = batches_of(make_program(st.Degrees.startrail(8, c=2), batch_size=1), documents)
-    program = make_program(st.Degrees(data=3, ring=2), batch_size=3)
+    program = make_program(degrees, batch_size=degrees.data)
     seen = documents_in(make_program(st.Degrees.startrail(8, c=2), batch_size=1), next(series))
     others = batches_of(program, documents)
     others.set_state(series.get_state())
