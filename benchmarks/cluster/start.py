@@ -51,6 +51,8 @@ def main(argv: list[str]) -> int:
         "PYTHONUNBUFFERED": "1",
     }
     where = ["--distributed.coordinator", "{coordinator}", "--distributed.index", "{index}",
+             # Processes of one machine would say that they are one node.
+             "--mesh.devices-per-node", str(topology.devices),
              "--distributed.processes", str(topology.processes),
              "--distributed.start-timeout", str(COMPILING_SECONDS),
              "--distributed.timeout", str(COMPILING_SECONDS)]  # fmt: skip

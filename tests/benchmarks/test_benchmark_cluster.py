@@ -378,6 +378,7 @@ def test_start_needs_words_of_train_py(monkeypatch):
     assert (topology.nodes, topology.devices) == (3, 2)
     assert command[2:5] == ["gpt_tiny", "--steps", "5"]
     assert command[command.index("--distributed.processes") + 1] == "3"
+    assert command[command.index("--mesh.devices-per-node") + 1] == "2"
     assert variables["JAX_NUM_CPU_DEVICES"] == "2"
 
 
@@ -392,6 +393,7 @@ def test_train_py_runs_on_an_emulated_cluster(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "devices: 4 x cpu in 2 processes" in done.stdout
+    assert "nodes: " in done.stdout
     assert "step 2/2" in done.stdout
 
 
