@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from startrail_jax.analysis.cost import communication
 from startrail_jax.analysis.settings import legal_degrees
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
+from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.data.parts import DeviceSplit, Parts
@@ -39,8 +40,8 @@ def make_parts(
         objective: model of the run.
     """
     mesh: Any = attention.mesh
-    # Axes of degree 1 are in no spec.
-    names = tuple(x for x in _slowest_first(mesh) if x != "tensor" and mesh.shape[x] > 1)
+    # Neighbours in this order are in one node. Axes of degree 1 are in no spec.
+    names = tuple(x for x in slowest_first(mesh) if x != "tensor" and mesh.shape[x] > 1)
     devices = math.prod(mesh.shape[name] for name in names)
     longest = attention.degrees.sequence
     share = attention.layout.padded_length(config.num_tokens) // longest
@@ -93,24 +94,6 @@ def check_parts(config: TrainConfig, degrees: Degrees) -> None:
             f"tensor={degrees.tensor}, kv_heads={config.model.kv_heads}. Use a smaller "
             "--mesh.tensor, or --data.batches rows."
         )
-
-
-def _slowest_first(mesh: Any) -> tuple[str, ...]:
-    """The axes of a mesh, with those last whose devices are next to each other in the cluster.
-
-    Devices of a node have neighbouring numbers. In this order, the neighbours that share a row are
-    in one node, whatever the order of the roles of the mesh.
-    """
-    if isinstance(mesh, AbstractMesh):
-        return mesh.axis_names
-    numbers = [(x.process_index, x.id) for x in mesh.devices.flat]
-    ranks = np.array([sorted(numbers).index(x) for x in numbers]).reshape(mesh.devices.shape)
-
-    def stride(name: str) -> int:
-        along = np.moveaxis(ranks, mesh.axis_names.index(name), 0)
-        return abs(int(along[-1].flat[0] - along[0].flat[0])) // max(len(along) - 1, 1)
-
-    return tuple(sorted(mesh.axis_names, key=stride, reverse=True))
 
 
 def _places(attention: Attention, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
