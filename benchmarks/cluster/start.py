@@ -3,14 +3,12 @@
     python benchmarks/cluster/start.py --nodes 4 --devices 4 --rate 50mbit -- gpt_tiny --steps 5
 
 The flags before `--` are those of the cluster, and what follows are words of train.py, which gets
-the address, the index and the number of its process too. Process 0 compiles for all. What is
-emulated, and what is not, stands in `run.py`.
+the address, the index and the number of its process too. Every process compiles by itself,
+which takes minutes for sixteen. What is emulated, and what is not, stands in `run.py`.
 """
 
 from __future__ import annotations
 
-import os
-import runpy
 import sys
 from pathlib import Path
 
@@ -19,11 +17,10 @@ import tyro
 # For a checkout that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.cluster.nodes import EMULATED, SHARED, Topology, run
+from benchmarks.cluster.nodes import Topology, run
 from startrail_jax.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
-CACHE = "JAX_COMPILATION_CACHE_DIR"
 COMPILING_SECONDS = 1800
 """Time that the processes wait for process 0, and for each other: cores are few."""
 
@@ -42,10 +39,6 @@ def main(argv: list[str]) -> int:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1" if topology.rails else str(topology.devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "JAX_SHARE_BINARY_BETWEEN_HOSTS": "true",
-        "JAX_SHARE_BINARY_BETWEEN_HOSTS_TIMEOUT_MS": str(1000 * COMPILING_SECONDS),
-        # jax shares no programs unless it keeps them.
-        CACHE: os.environ.get(CACHE, str(SHARED / "compiled")),
         # There are fewer cores than processes.
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
@@ -56,25 +49,11 @@ def main(argv: list[str]) -> int:
              "--distributed.processes", str(topology.processes),
              "--distributed.start-timeout", str(COMPILING_SECONDS),
              "--distributed.timeout", str(COMPILING_SECONDS)]  # fmt: skip
-    return run(topology, [sys.executable, str(Path(__file__)), *words, *where], variables)
-
-
-def train() -> None:
-    """Runs train.py in one of the processes."""
-    from jax._src import cache_key
-
-    # jax would look for a program under another name in every process, as each finds its own
-    # devices in another place.
-    cache_key._hash_accelerator_config = cache_key._hash_devices
-    sys.argv[0] = str(ROOT / "train.py")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    return run(topology, [sys.executable, str(ROOT / "train.py"), *words, *where], variables)
 
 
 if __name__ == "__main__":
     from trainer.run.exit import exit_on_user_errors
 
     with exit_on_user_errors():
-        if EMULATED in os.environ:
-            train()
-            sys.exit()
         sys.exit(main(sys.argv[1:]))

@@ -99,7 +99,7 @@ def test_zero_splits_the_largest_dimension_that_it_divides(level):
         "0/blocks/attention/query/kernel": P(None, axes, "tensor"),  # layers x 128 x 6 x 32
         "0/blocks/attention/key/kernel": P(None, axes, "tensor"),
         "0/blocks/attention/value/kernel": P(None, axes, "tensor"),
-        "0/blocks/attention/out/kernel": P(None, "tensor", axes),  # layers x 6 x 32 x 128
+        "0/blocks/attention/out/kernel": P(None, "tensor", None, axes),  # layers x 6 x 32 x 128
         "0/blocks/mlp/gate/kernel": P(None, axes, "tensor"),
         "0/blocks/mlp/up/kernel": P(None, axes, "tensor"),
         "0/blocks/mlp/down/kernel": P(None, "tensor", axes),

@@ -129,9 +129,9 @@ class Partition:
         """The `Split` of every array of a tree of weights, or of an optimizer's state.
 
         One rule serves both, since the path of a moment ends in the path of its weight: `tensor`
-        splits the dimension that `TENSOR_DIMS` names, and ZeRO's axes split the first other
-        dimension that they divide: a collective joins and divides arrays along their first one, and
-        what is split along another is moved in memory.
+        splits the dimension that `TENSOR_DIMS` names. ZeRO's axes split the first dimension,
+        along which collectives join and divide arrays without moving them in memory; or the largest
+        other one that they divide.
 
         Args:
             state: arrays or their shapes.
@@ -169,7 +169,7 @@ class Partition:
         ]
         return Split(
             tensor=None if copied else dim,
-            zero=min(fits, default=None),
+            zero=stacked if stacked in fits else max(fits, key=lambda i: x.shape[i], default=None),
             vector=len(x.shape) == stacked + 1,
             copied_heads=copied,
             shared=shared,
