@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -54,12 +55,22 @@ def starting(options, folder, program=STARTING, **environment):
     )
 
 
-def ends(processes):
-    """The statuses and the outputs of processes."""
+def listens(port, process):
+    """Waits until a process listens at a port of this host."""
+    while process.poll() is None:
+        try:
+            return socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+    raise AssertionError(process.communicate())
+
+
+def ends(processes, *others):
+    """The statuses and the outputs of processes; the others are killed then."""
     try:
         outputs = [process.communicate(timeout=300) for process in processes]
     finally:
-        for process in processes:
+        for process in (*processes, *others):
             process.kill()
     return [process.returncode for process in processes], outputs
 
@@ -90,19 +101,23 @@ def test_slurm_says_which_process_this_is(tmp_path):
 
 
 def test_processes_that_cannot_start_say_why(tmp_path):
-    together_at = f"processes=3, coordinator='127.0.0.1:{failures.free_port()}'"
+    first_at, second_at = (failures.free_port() for _ in range(2))
+    three, other = (f"processes=3, coordinator='127.0.0.1:{x}'" for x in (first_at, second_at))
+    waiting = starting(f"{other}, index=0, start_timeout=300.0", tmp_path / "waiting")
+    listens(second_at, waiting)
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # It does not listen, and keeps the port.
         nowhere = f"processes=2, coordinator='127.0.0.1:{silent.getsockname()[1]}'"
         options = (
             "on=True",
             f"processes=2, coordinator='127.0.0.1:{taken.getsockname()[1]}', index=0",
-            f"{together_at}, index=0, start_timeout=3.0",
-            f"{together_at}, index=1, start_timeout=2.0",
+            f"{three}, index=0, start_timeout=3.0",
+            f"{other}, index=1, start_timeout=2.0",
             f"{nowhere}, index=1, start_timeout=1.0",
         )
         statuses, outputs = ends(
-            [starting(own, tmp_path / str(number)) for number, own in enumerate(options)]
+            [starting(own, tmp_path / str(number)) for number, own in enumerate(options)],
+            waiting,
         )
     assert statuses == [1] * 5, outputs
     alone, on_taken, first, second, lost = (errors for _, errors in outputs)
