@@ -72,6 +72,8 @@ def ends(processes, *others):
     finally:
         for process in (*processes, *others):
             process.kill()
+        for process in others:
+            process.communicate()
     return [process.returncode for process in processes], outputs
 
 
