@@ -22,7 +22,7 @@ from startrail_jax.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILING_SECONDS = 1800
-"""Time that the processes wait for process 0, and for each other: cores are few."""
+"""Time that processes wait for each other: cores are few."""
 
 
 def main(argv: list[str]) -> int:
