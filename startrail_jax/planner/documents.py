@@ -14,12 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from startrail_jax.documents import BatchPart, PartStream, PartSummary, summary
+from startrail_jax.documents import DocumentCost, PartStream, PartSummary, summary
 from startrail_jax.errors import InputError
-from startrail_jax.planner.grid import Call
-from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.quantities import parse_count
-from startrail_jax.planner.search import Candidates, Prediction, Search
+from startrail_jax.planner.search import Candidates, Prediction
 
 _DRAWN = 10_000
 """Documents that are drawn from a distribution."""
@@ -27,6 +25,8 @@ _STEPS = 50
 """Steps of a batch that are assigned."""
 _SLOWEST = 1.5
 """Meshes are tried whose rows take at most so many times as long as the fastest ones."""
+_visible_pairs = DocumentCost().visible_pairs
+"""Those of causal attention without a window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +102,8 @@ def visible_shares(lengths: np.ndarray, seq_len: int, batch: int) -> dict[int, f
     steps = max(int(ends[-1]) // (seq_len * batch), 1)
     rows = np.arange(steps * batch + 1) * seq_len
     bounds = np.union1d(ends[ends < rows[-1]], rows)
-    tokens = np.diff(bounds).astype(float)
-    of_row = np.bincount(bounds[:-1] // seq_len, tokens * (tokens + 1))
-    share = of_row.reshape(steps, batch) / (seq_len * (seq_len + 1.0))
+    of_row = np.bincount(bounds[:-1] // seq_len, _visible_pairs(np.diff(bounds)))
+    share = of_row.reshape(steps, batch) / _visible_pairs(np.array(seq_len))
     return {
         n: float(share.reshape(steps, n, -1).mean(2).max(1).mean())
         for n in range(1, batch + 1)
@@ -112,15 +111,12 @@ def visible_shares(lengths: np.ndarray, seq_len: int, batch: int) -> dict[int, f
     }
 
 
-def forecast(
-    found: Candidates, lengths: np.ndarray, cluster: Cluster, call: Call, options: Search
-) -> DocumentForecast | None:
+def forecast(found: Candidates, lengths: np.ndarray) -> DocumentForecast | None:
     """The mesh on which whole documents are predicted to be the fastest.
 
     Args:
         found: the candidates of rows.
-        lengths: tokens of documents, of at most `call.seq_len`.
-        cluster, call, options: those of the candidates.
+        lengths: tokens of documents, none of which is longer than a row.
 
     Returns:
         The forecast; None if no setting of rows fits the memory.
@@ -137,51 +133,51 @@ def forecast(
         return None
     fastest = min(mesh.seconds for mesh in meshes)
     tried = [
-        _on_mesh(mesh, lengths, cluster, call, options)
-        for mesh in meshes
-        if mesh.seconds <= _SLOWEST * fastest
+        _on_mesh(found, mesh, lengths) for mesh in meshes if mesh.seconds <= _SLOWEST * fastest
     ]
     speed, mesh, held = max(tried, key=lambda x: x[0])
-    rows = call.seq_len * call.batch / fastest
+    rows = found.call.seq_len * found.call.batch / fastest
     return DocumentForecast(
         mesh=mesh, tokens_per_second=speed, rows_tokens_per_second=rows, held=held
     )
 
 
 def _on_mesh(
-    mesh: Prediction, lengths: np.ndarray, cluster: Cluster, call: Call, options: Search
+    found: Candidates, mesh: Prediction, lengths: np.ndarray
 ) -> tuple[float, Prediction, PartSummary]:
     """Tokens per second of whole documents on a mesh, and what the parts hold."""
-    longest = cluster.num_gpus // mesh.degrees["data"] // mesh.degrees["tensor"]
-    devices = cluster.num_gpus // mesh.degrees["tensor"]
+    call, data, tensor = found.call, mesh.degrees["data"], mesh.degrees["tensor"]
+    devices = found.cluster.num_gpus // tensor
+    longest = devices // data
     share, cost = call.padded(longest) // longest, call.model.document_cost
-    degrees = [c for c in range(1, longest + 1) if devices % c == 0]
     parts = PartStream(
         lengths,
         devices,
         share=share,
-        parts_per_step=call.batch // mesh.degrees["data"],
+        parts_per_step=call.batch // data,
         cost=cost,
-        degrees=degrees,
+        degrees=[c for c in range(1, longest + 1) if devices % c == 0],
     )
     steps = list(itertools.islice(parts, _STEPS))
     held = summary(steps, lengths, devices, share=share, cost=cost)
+    pairs = _visible_pairs(lengths)
     seconds = len(steps) * _once(mesh)
     for c, count in held.parts.items():
-        row = c * share
-        pairs = [_most_pairs(part, lengths) for step in steps for part in step if part.c == c]
-        visible = {devices // c: float(np.mean(pairs)) / (row * (row + 1) / 2)}
-        whole = replace(call, seq_len=row, batch=devices // c, visible=visible)
-        settings = replace(
-            options,
-            degrees={"data": devices // c, "tensor": mesh.degrees["tensor"]},
+        alike = (part for step in steps for part in step if part.c == c)
+        most = [max(pairs[list(row)].sum() for row in part.rows) for part in alike]
+        visible = float(np.mean(most) / _visible_pairs(np.array(c * share)))
+        rows = devices // c
+        whole = replace(call, seq_len=c * share, batch=rows, visible={rows: visible})
+        options = replace(
+            found.options,
+            degrees={"data": rows, "tensor": tensor},
             zero=(mesh.savings.zero,),
             remat=(mesh.savings.remat,),
             offload=(mesh.savings.offload,),
             tiled=(False, True),
             baselines=False,
         )
-        alone = Candidates(cluster, whole, settings)
+        alone = Candidates(found.cluster, whole, options)
         part = alone.best(np.ones(len(alone.seconds), bool))[0]
         seconds += count * (part.seconds - _once(part))
     return held.tokens / seconds, mesh, held
@@ -191,9 +187,3 @@ def _once(step: Prediction) -> float:
     """Seconds of what a step does once, however many parts it has."""
     sums = step.parts["zero waits"] if step.savings.zero < 2 else 0.0
     return step.parts["optimizer"] + sums
-
-
-def _most_pairs(part: BatchPart, lengths: np.ndarray) -> float:
-    """Visible pairs of the row of a part that has most."""
-    rows = (lengths[list(row)].astype(float) for row in part.rows)
-    return max(float((row * (row + 1) / 2).sum()) for row in rows)

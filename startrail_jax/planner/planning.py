@@ -402,7 +402,7 @@ def plan_of(
         for choice in found.best(found.mask(scheme) & alone & (ours | (name in _PUBLISHED)))
     }
     fits = ranked[0].fits
-    whole = None if pieces is None else forecast(found, pieces, cluster, call, options)
+    whole = None if pieces is None else forecast(found, pieces)
     near = np.flatnonzero(ours & found.fits & (found.seconds <= _NEAR * ranked[0].seconds))
     frugal = found.prediction(near[found.memory[near].argmin()]) if fits else ranked[0]
     return Plan(

@@ -344,8 +344,9 @@ class Timing:
         # Their squares would overflow integers.
         length = call.padded(s.sequence).astype(float)
         if window is None:
-            visible = np.array([call.visible.get(n, 1.0) for n in s.data.tolist()])
-            pairs = visible * length**2 * call.batch / (2 if call.causal else 1)
+            pairs = length**2 * call.batch / (2 if call.causal else 1)
+            if call.visible:
+                pairs = pairs * [call.visible.get(n, 1.0) for n in s.data.tolist()]
             flops = 4 * pairs * model.heads * model.head_dim / self.cluster.num_gpus / s.ring
         else:
             heads = call.batch // s.data * (model.heads // (s.head * s.tensor))

@@ -49,8 +49,8 @@ def in_tiles(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _map_tiles(function: Callable[..., Array], dtype: Any, weights: Any, tiles: Any) -> Array:
     """`function(*tile, *weights)` for each tile."""
-    narrow = _narrow(weights, dtype)
-    return lax.map(lambda xs: function(*xs, *_wide(narrow, weights)), tiles)
+    wide = _widened(weights, dtype)
+    return lax.map(lambda xs: function(*xs, *wide()), tiles)
 
 
 def _map_forward(function: Any, dtype: Any, weights: Any, tiles: Any) -> tuple[Array, Any]:
@@ -59,27 +59,41 @@ def _map_forward(function: Any, dtype: Any, weights: Any, tiles: Any) -> tuple[A
 
 def _map_backward(function: Any, dtype: Any, residuals: Any, dout: Array) -> tuple[Any, Any]:
     weights, tiles = residuals
-    narrow = _narrow(weights, dtype)
 
-    def add(so_far: Any, given: Any) -> tuple[Any, Any]:
-        xs, of_tile = given
+    def step(weights: Any, of_tile: Array, *xs: Array) -> tuple[Any, Any]:
         again = jax.checkpoint(lambda w, xs: function(*xs, *w), prevent_cse=False)
-        new, dxs = jax.vjp(again, _wide(narrow, weights), xs)[1](of_tile)
-        return jax.tree.map(jnp.add, so_far, new), dxs
+        return jax.vjp(again, weights, xs)[1](of_tile)
 
-    return lax.scan(add, jax.tree.map(jnp.zeros_like, weights), (tiles, dout), reverse=True)
+    return _added_up(step, weights, (dout, *tiles), dtype, reverse=True)
 
 
 _map_tiles.defvjp(_map_forward, _map_backward)
 
 
-def _narrow(weights: Any, dtype: Any) -> Any:
-    """The weights, of which matrices are in another type."""
-    return [w.astype(dtype) if w.ndim > 1 else w for w in weights]
+def _added_up(
+    step: Callable[..., Any], weights: Any, cut: Any, dtype: Any, *, reverse: bool = False
+) -> Any:
+    """The sum over tiles of the first result of `step(weights, *tile)`, and all second ones."""
+    first = jax.eval_shape(lambda *xs: step(weights, *xs)[0], *(x[0] for x in cut))
+    wide = _widened(weights, dtype)
+
+    def add(so_far: Any, xs: Any) -> tuple[Any, Any]:
+        new, out = step(wide(), *xs)
+        return jax.tree.map(jnp.add, so_far, new), out
+
+    return lax.scan(add, jax.tree.map(_zeros, first), cut, reverse=reverse)
 
 
-def _wide(narrow: Any, weights: Any) -> Any:
-    return [x.astype(w.dtype) for x, w in zip(narrow, weights, strict=True)]
+def _widened(weights: Any, dtype: Any) -> Callable[[], Any]:
+    """Gives the weights to each tile of a loop, which has matrices in another type: cast once."""
+    narrow = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)
+    return lambda: jax.tree.map(lambda x, w: x.astype(w.dtype), narrow, weights)
+
+
+def _zeros(shape: Any) -> Array:
+    # Outside of a shard_map, shapes have no axes along which they vary.
+    axes = getattr(shape.manual_axis_type, "varying", ())
+    return vary(jnp.zeros(shape.shape, shape.dtype), *axes)
 
 
 def summed_in_tiles(
@@ -110,21 +124,8 @@ def summed_in_tiles(
         batch, length = arrays[0].shape[:2]
         return tuple(_cut(x, tile or batch * length) for x in arrays)
 
-    def zeros(shape: Any) -> Array:
-        return vary(jnp.zeros(shape.shape, shape.dtype), *shape.manual_axis_type.varying)
-
-    def add_up(step: Callable[..., Any], weights: Any, cut: Any) -> Any:
-        first = jax.eval_shape(lambda *xs: step(weights, *xs)[0], *(x[0] for x in cut))
-        narrow = jax.tree.map(lambda w: w.astype(dtype), weights)
-
-        def add(so_far: Any, xs: Any) -> tuple[Any, Any]:
-            new, out = step(jax.tree.map(lambda w: w.astype(jnp.float32), narrow), *xs)
-            return jax.tree.map(jnp.add, so_far, new), out
-
-        return lax.scan(add, jax.tree.map(zeros, first), cut)
-
     def value(weights: Any, *arrays: Array) -> Array:
-        return add_up(lambda *xs: (function(*xs), None), weights, tiles(arrays))[0]
+        return _added_up(lambda *xs: (function(*xs), None), weights, tiles(arrays), dtype)[0]
 
     if not differentiated:
         return value
@@ -135,7 +136,7 @@ def summed_in_tiles(
             loss, (dweights, dx) = jax.value_and_grad(function, argnums=(0, 1))(*xs)
             return (loss, dweights), dx
 
-        (loss, dweights), dx = add_up(step, weights, tiles(arrays))
+        (loss, dweights), dx = _added_up(step, weights, tiles(arrays), dtype)
         return loss, (dweights, _joined(dx, arrays[0].shape), len(arrays))
 
     def backward(residuals: Any, dloss: Array) -> tuple[Any, ...]:
