@@ -92,6 +92,15 @@ class Settings:
         return Settings(**{name: values[index] for name, values in vars(self).items()})
 
 
+def number_of(*columns: np.ndarray) -> np.ndarray:
+    """Numbers that two settings share if they are alike in all columns: int64 [setting]."""
+    number = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        values, place = np.unique(column, return_inverse=True)
+        number = number * len(values) + place
+    return number
+
+
 ORDERS = tuple(("data", *order, "tensor") for order in itertools.permutations(SEQUENCE_ROLES))
 """The orders of the axes over the nodes that are tried, slowest first."""
 

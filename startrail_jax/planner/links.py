@@ -213,25 +213,26 @@ class Links:
             degrees[i] = np.where(joined, 1, degrees[i])
         strides[degrees == 1] = 1
         both, place = np.unique(np.stack([strides, degrees]), axis=2, return_inverse=True)
-        axes = list(zip(*both, strict=True))
-        most = np.zeros((2, both.shape[2]))
-        some = range(nodes) if nodes <= 8 else (0, 1, nodes // 2, nodes - 1)
-        for node in some if sizes.size else ():
-            device = node * per_node + np.arange(per_node)[:, None]
-            rank, base = np.zeros((per_node, both.shape[2]), np.int64), device
-            for stride, degree in axes:
-                digit = device // stride % degree
-                rank, base = rank * degree + digit, base - digit * stride
-            sent = np.zeros_like(most)
-            for row, size in zip(receivers, sizes.tolist(), strict=True):
-                rest, target = row[rank], base
-                moves = rest != rank
-                for stride, degree in reversed(axes):
-                    rest, digit = np.divmod(rest, degree)
-                    target = target + digit * stride
-                leaves = target // per_node != node
-                sent += size * np.stack([leaves, moves & ~leaves]).sum(1)
-            most = np.maximum(most, sent)
+        # Division, which takes most of the time here, is twice as fast in 32 bits.
+        axes = list(zip(*both.astype(np.int32), strict=True))
+        some = np.array(range(nodes) if nodes <= 8 else (0, 1, nodes // 2, nodes - 1))[
+            :, None, None
+        ]
+        base = (some * per_node + np.arange(per_node)[:, None]).astype(np.int32)
+        rank = np.zeros((len(some), per_node, both.shape[2]), np.int32)
+        for stride, degree in axes:
+            digit = base // stride % degree
+            rank, base = rank * degree + digit, base - digit * stride
+        sent = np.zeros((2, len(some), both.shape[2]))
+        for row, size in zip(receivers.astype(np.int32), sizes.tolist(), strict=True):
+            rest, target = row[rank], base
+            moves = rest != rank
+            for stride, degree in reversed(axes):
+                rest, digit = np.divmod(rest, degree)
+                target = target + digit * stride
+            leaves = target // np.int32(per_node) != some
+            sent += size * np.stack([leaves, moves & ~leaves]).sum(2)
+        most = sent.max(1)
         return most[0][place.ravel()], most[1][place.ravel()]
 
     def messages(

@@ -13,7 +13,7 @@ import numpy as np
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
 from startrail_jax.options import GradientDtype, Options
-from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
+from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings, number_of
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.quantities import show_count
 from startrail_jax.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of
@@ -234,10 +234,7 @@ class Candidates:
             "attention_saved": self._timing.exchanges_again_seconds,
             "full": forward,
         }
-        number = np.zeros(len(forward), np.int64)
-        for role in (*ROLES, "published"):
-            column = vars(self.settings)[role].astype(np.int64)
-            number = number * (column.max() + 1) + column
+        number = number_of(*(vars(self.settings)[x] for x in (*ROLES, "published")))
         rows = {}
         for remat in self.options.remat:
             # Of equally fast ones, a single ring in the first order.

@@ -20,7 +20,7 @@ import numpy as np
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.masks import Window
 from startrail_jax.options import Options
-from startrail_jax.planner.grid import Call, Settings
+from startrail_jax.planner.grid import Call, Settings, number_of
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.links import Cost, Links, Move
 from startrail_jax.rings.rounds import Rounds, ring_offsets
@@ -87,19 +87,25 @@ class Timing:
         gpu, model = cluster.gpu, call.model
         self.speed = gpu.peak_flops * (gpu.single_speed if model.itemsize == _FLOAT32 else 1.0)
         """FLOP/s at peak."""
-        columns = np.stack([vars(settings)[x] for x in (*ROLES, "inner", "published")])
-        unique, form = np.unique(columns.astype(np.int64), axis=1, return_inverse=True)
-        self._form = form.ravel()
-        """Of each setting, the number of its degrees and kind of ring."""
+        kinds = (
+            *(vars(settings)[role] for role in SEQUENCE_ROLES),
+            settings.inner,
+            settings.published,
+        )
+        first, self._form, self._factor = _alike(settings, call, *kinds)
+        """Of each setting, the number of its form, and its bytes over those of the form."""
         self._rows = np.split(np.argsort(self._form), np.cumsum(np.bincount(self._form))[:-1])
-        """The settings of each of these numbers."""
+        """The settings of each form."""
         self._forms = [
             self._steps(
                 Degrees(**dict(zip(ROLES, degrees, strict=True))),
                 inner=inner,
                 published=bool(published),
             )
-            for *degrees, inner, published in unique.T.tolist()
+            for *degrees, inner, published in zip(
+                *(vars(settings)[x][first].tolist() for x in (*ROLES, "inner", "published")),
+                strict=True,
+            )
         ]
         of_forms = np.array(
             [
@@ -108,7 +114,8 @@ class Timing:
                 for x in self._forms
             ]
         )  # fmt: skip
-        self._tokens, self._query, self._keys, travel = of_forms[self._form].T
+        self._tokens, query, keys, travel = of_forms[self._form].T
+        self._query, self._keys = query * self._factor, keys * self._factor
         self._queries_travel = travel > 0
         passes = [x.in_rings() for x in self._forms]
         self._waits = tuple(self._moves([x[i] for x in passes], backward=i > 0) for i in (0, 1))
@@ -138,7 +145,7 @@ class Timing:
             share=sizes.share(degrees),
             kv_heads=model.kv_heads,
             offsets=(),
-            options=replace(self._options, **kind),
+            options=_with(self._options, **kind),
         )
 
     def _round_trips(self, window: int | None) -> _Turns:
@@ -174,7 +181,7 @@ class Timing:
                     step=step,
                     collective=collective,
                     roles=roles,
-                    received=received[self._form],
+                    received=received[self._form] * self._factor,
                     count=count[self._form],
                     arrays=self._arrays(step, collective, backward),
                     last=self._last(step, found),
@@ -223,9 +230,9 @@ class Timing:
         rings = self.received(window, backward=False) + self.received(window, backward=True)
         rings = rings - sum(x.received for x in sums)
         keys, moves = np.zeros(len(s), np.int64), np.zeros((2, 4, len(s)))
-        columns = np.stack([s.sequence, s.data, s.tensor])
-        unique, kind = np.unique(columns, axis=1, return_inverse=True)
-        for number, (sequence, data, tensor) in enumerate(unique.T.tolist()):
+        first, kind, factor = _alike(s, self.call, s.sequence)
+        for number, row in enumerate(first.tolist()):
+            sequence, data, tensor = (int(x[row]) for x in (s.sequence, s.data, s.tensor))
             ranks = min(sequence, _MOST_RANKS)
             tokens = self.call.padded(sequence) // sequence * ranks
             mask, layout = Window(window - 1, 0), Layout("zigzag", ranks)
@@ -234,8 +241,9 @@ class Timing:
                 continue
             steps = self._steps(Degrees(ring=ranks, data=data, tensor=tensor))
             both = steps.sparse(plan, forward=True, backward=True)
-            mine = (kind.ravel() == number) & ~s.published
-            mine = np.flatnonzero(mine & (sum(x.received_bytes for x in both) < rings))
+            mine = (kind == number) & ~s.published
+            mine &= sum(x.received_bytes for x in both) * factor < rings
+            mine = np.flatnonzero(mine)
             if not len(mine):
                 continue
             keys[mine] = plan.permuted + plan.shared
@@ -245,8 +253,10 @@ class Timing:
                 those = permutes[i::2]
                 receivers = _receivers(those, ranks, sequence)
                 sizes = np.array([x.sent_bytes for x in those])
-                moves[i, :2, mine] = np.transpose(links.of_pairs(mine, receivers, sizes))
-                moves[i, 2:, mine] = len(those), total.received_bytes
+                sent = factor[mine] * links.of_pairs(mine, receivers, sizes)
+                moves[i, :2, mine] = sent.T
+                moves[i, 2, mine] = len(those)
+                moves[i, 3, mine] = factor[mine] * total.received_bytes
         there, home = (
             links.messages(across, inside, count, inside / links.placement.per_node)
             + links.collective(
@@ -390,6 +400,33 @@ class Timing:
         return (BACKWARD_FLOPS if backward else 1) * flops / speed
 
 
+@functools.lru_cache
+def _with(options: Options, **kind: Any) -> Options:
+    return replace(options, **kind)
+
+
+def _alike(
+    settings: Settings, call: Call, *kinds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Settings whose devices send the same, but for the number of rows and heads that they have.
+
+    Args:
+        settings: the settings.
+        call: the model and its batch.
+        kinds: what must be equal: arrays [setting].
+
+    Returns:
+        The first setting of each form; of each setting, the number of its form, and its bytes over
+        those of that first one.
+    """
+    # Where a key head is on several devices, bytes do not follow the number of heads.
+    shared = call.model.kv_heads % (settings.head * settings.tensor) > 0
+    number = number_of(np.where(shared, settings.tensor, 0), *kinds)
+    _, first, form = np.unique(number, return_index=True, return_inverse=True)
+    parts = settings.data * settings.tensor
+    return first, form, parts[first][form] / parts
+
+
 def _with_rounds(steps: Steps, window: int | None) -> Steps:
     """The steps with the rounds of the ring that a window shows."""
     if window is None:
@@ -442,21 +479,20 @@ def _busiest(number: int, team: int, run: int, window: int) -> float:
         run: tokens of a run.
         window: keys that a query sees.
     """
-    length = 2.0 * number * team * run
+    ranks = number * team
     spread = np.linspace(0, number - 1, _SPREAD).astype(np.int64)
-    units = np.union1d(spread, np.arange(max(number - _LAST, 0), number))[:, None]
-    ends = np.arange(2 * number * team + 1) * float(run)
-    begin, end = units * float(team * run), (units + 1) * float(team * run)
-    before = sum(
-        _earlier(b, ends)
-        - _earlier(a, ends)
-        - _earlier(b - window, ends)
-        + _earlier(a - window, ends)
-        for a, b in ((begin, end), (length - end, length - begin))
-    )
-    pairs = np.diff(before)
-    pairs = pairs + pairs[:, ::-1]
-    return float(pairs[:, : number * team].reshape(len(units), number, team).sum(1).max())
+    units = np.union1d(spread, np.arange(max(number - _LAST, 0), number))
+    # Of the runs of keys, those from the first one that a run of queries sees to its own last one.
+    visible = min(team + -(-window // run), 2 * ranks)
+    pairs = np.zeros((len(units), team))
+    for first in (units * team, 2 * ranks - (units + 1) * team):
+        runs = np.maximum(first + team - visible, 0)[:, None] + np.arange(visible + 1)
+        keys, begin, end = (x * float(run) for x in (runs, first[:, None], first[:, None] + team))
+        before = _earlier(end, keys) - _earlier(begin, keys)
+        before += _earlier(begin - window, keys) - _earlier(end - window, keys)
+        member = np.minimum(runs, 2 * ranks - 1 - runs)[:, :-1] % team
+        np.add.at(pairs, (np.arange(len(units))[:, None], member), np.diff(before))
+    return float(pairs.max())
 
 
 def _earlier(query: np.ndarray, key: np.ndarray) -> np.ndarray:

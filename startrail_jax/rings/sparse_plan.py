@@ -331,18 +331,25 @@ def _shared_move(slices: Slices, shared: Iterable[tuple[int, int]]) -> KeyMove:
 class _Colour:
     """Pieces of one move, as they are found: (source, target, first, last)."""
 
+    number: int
     length: int
+    sends: Counter[int]
+    """Rank -> the bits of the moves in which it sends."""
+    receives: Counter[int]
     by_source: dict[int, tuple[int, int, int, int]] = dataclasses.field(default_factory=dict)
     by_target: dict[int, tuple[int, int, int, int]] = dataclasses.field(default_factory=dict)
 
-    def fits(self, piece: tuple[int, int, int, int]) -> bool:
-        return piece[0] not in self.by_source and piece[1] not in self.by_target
-
     def add(self, piece: tuple[int, int, int, int]) -> None:
         self.by_source[piece[0]] = self.by_target[piece[1]] = piece
+        self._flip(piece)
 
     def remove(self, piece: tuple[int, int, int, int]) -> None:
         del self.by_source[piece[0]], self.by_target[piece[1]]
+        self._flip(piece)
+
+    def _flip(self, piece: tuple[int, int, int, int]) -> None:
+        self.sends[piece[0]] ^= 1 << self.number
+        self.receives[piece[1]] ^= 1 << self.number
 
 
 def _moves(slices: Slices, needs: Needs) -> list[KeyMove]:
@@ -354,10 +361,13 @@ def _moves(slices: Slices, needs: Needs) -> list[KeyMove]:
     ]
     pieces.sort(key=lambda piece: (piece[2] - piece[3], piece[1] - piece[0], piece[0], piece[2]))
     colours: list[_Colour] = []
+    sends, receives = Counter[int](), Counter[int]()
     for piece in pieces:
-        colour = next((x for x in colours if x.fits(piece)), None) or _freed(colours, piece)
+        taken = sends[piece[0]] | receives[piece[1]]
+        lowest = (~taken & (taken + 1)).bit_length() - 1  # The first move in which both are free.
+        colour = colours[lowest] if lowest < len(colours) else _freed(colours, piece)
         if colour is None:
-            colour = _Colour(piece[3] - piece[2] + 1)
+            colour = _Colour(len(colours), piece[3] - piece[2] + 1, sends, receives)
             colours.append(colour)
         colour.add(piece)
     return [_move(slices, colour) for colour in colours]

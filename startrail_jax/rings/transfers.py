@@ -278,19 +278,12 @@ class Steps:
                 them to the owner of their travellers.
         """
         inner = self.options.inner
-        outer = [offset // inner for offset in self.offsets[::inner]]
-        within = [(0, direction)] * (inner - 1) * len(outer)
-        between = [(direction * (b - a), 0) for a, b in itertools.pairwise(outer)]
-        if to_owner and between:
-            # From the last visit of the last inner cycle.
-            between = [*between[1:], (-direction * outer[-1], direction if inner > 1 else 0)]
+        within, between = _hops(tuple(self.offsets[::inner]), inner, direction, to_owner)
         turns = []
         for name, hops in ((step, within), (f"outer {step}" if inner > 1 else step, between)):
             permute, copies = (name, "collective_permute", "ring"), len(hops) * members
             if hops:
-                turns.append(
-                    _copies(*permute, copies, tensors, rows, hops=tuple(hops), inner=inner)
-                )
+                turns.append(_copies(*permute, copies, tensors, rows, hops=hops, inner=inner))
         return turns
 
     def combination(self) -> list[Transfer]:
@@ -410,6 +403,20 @@ class Steps:
 def all_reduce_bytes(size: int, num_devices: int) -> int:
     """Bytes that a device receives when `num_devices` sum buffers of `size` bytes, rounded up."""
     return -(-2 * (num_devices - 1) * size // num_devices)
+
+
+@functools.lru_cache(maxsize=1024)
+def _hops(
+    offsets: tuple[int, ...], inner: int, direction: int, to_owner: bool
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """The hops within the inner cycles that begin at these offsets, and those between them."""
+    outer = [offset // inner for offset in offsets]
+    within = ((0, direction),) * ((inner - 1) * len(outer))
+    between = tuple((direction * (b - a), 0) for a, b in itertools.pairwise(outer))
+    if to_owner and between:
+        # From the last visit of the last inner cycle.
+        between = *between[1:], (-direction * outer[-1], direction if inner > 1 else 0)
+    return within, between
 
 
 def _copies(
