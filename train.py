@@ -79,7 +79,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.copies import Copies, preparation
     from trainer.data.batches import Feed
     from trainer.loop import Loop
-    from trainer.parallel.step import Program, make_attention
+    from trainer.parallel.checks import make_attention
+    from trainer.parallel.step import Program
     from trainer.planning import Planner
     from trainer.processes import require_same_data
     from trainer.run.folder import open_run
@@ -118,6 +119,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         objective = task.make_objective(config)
         attention = make_attention(session.mesh, config, objective)
         program = Program(config, attention, objective)
+        if config.remat == "auto":
+            report.line(f"remat: {program.remat}")
 
         # Initial weights. Their files are compared with the model before text is tokenised.
         initial = files.enter_context(task.initial_weights(config, program.state_shapes.base))

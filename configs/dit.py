@@ -51,7 +51,6 @@ def dit_1b() -> DiTTrainConfig:
         size=(32, 256, 256),
         ema_decay=0.9999,
         zero=3,
-        remat="attention_saved",
         tile=2048,
         log_every=10,
         evaluate_every=500,

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
-from models.layers import MLP, AttentionFn
+from models.layers import MLP, AttentionFn, projected
 from models.linear import linear
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
@@ -313,12 +313,12 @@ class DiTStream(nnx.Module):
         """What the stream does before attention."""
         shift, scale, *later = _one_by_one(self.modulation(condition))
         normalised = self.hooks.copy_to_tensor(modulate(x, shift, scale))
-        query, normalised = compute_first(self.query(normalised), normalised)
+        query, normalised = compute_first(projected(self.query(normalised)), normalised)
         return _Prepared(
             x=x,
             query=query,
-            key=self.key(normalised),
-            value=self.value(normalised),
+            key=projected(self.key(normalised)),
+            value=projected(self.value(normalised)),
             modulations=later,
         )
 
@@ -332,7 +332,8 @@ class DiTStream(nnx.Module):
         def feed_forward(x: Array) -> Array:
             return reduce(self.mlp(copy(x)))
 
-        x = _add_gated(prepared.x, attention_gate, reduce(self.out(attended)))
+        out = projected(reduce(self.out(attended)))
+        x = _add_gated(prepared.x, attention_gate, out)
         # A tile may hold tokens of several rows, so that modulation, by row, stays outside of it.
         mlp = self.hooks.tiled(feed_forward)
         return _add_gated(x, mlp_gate, mlp(modulate(x, shift, scale)))

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
-from models.layers import MLP, AttentionFn, MakeNorm, make_norm
+from models.layers import MLP, AttentionFn, MakeNorm, make_norm, projected
 from models.linear import linear, project_to_rows
 from models.periods import Kind, Stretch, kinds_of_layers, stretches
 from models.rope import Rope, rotate
@@ -316,7 +316,7 @@ class GPTBlock(nnx.Module):
 
         normalised = copy(self.attention_norm(x).astype(self.dtype))
         out, kv_cache = self.attention(normalised, rotation, window, attend)
-        out = reduce(out)
+        out = projected(reduce(out))
         if self.attention_out_norm is not None:
             out = self.attention_out_norm(out).astype(self.dtype)
         x = x + out
@@ -368,16 +368,18 @@ class GPTAttention(nnx.Module):
         attend: CachedAttentionFn,
     ) -> tuple[Float[Array, "B T width"], Any]:
         """Attention with projections; returns its output and the cache that `attend` returned."""
-        query = _biased(self.query(x), self.query_bias)
+        query = _biased(projected(self.query(x)), self.query_bias)
         query = _normalised_and_rotated(query, self.query_norm, rotation)
         query, x = compute_first(query, x)
-        key = _biased(self.key(x), self.key_bias)
+        key = _biased(projected(self.key(x)), self.key_bias)
         key = _normalised_and_rotated(key, self.key_norm, rotation)
         # In the words of `jax.nn.dot_product_attention`; only what a layer has is asked for.
         options: dict[str, Any] = {} if window is None else {"local_window_size": (window - 1, 0)}
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
-        out, kv_cache = attend(query, key, _biased(self.value(x), self.value_bias), **options)
+        out, kv_cache = attend(
+            query, key, _biased(projected(self.value(x)), self.value_bias), **options
+        )
         return self.out(out), kv_cache
 
     def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedAttentionFn:

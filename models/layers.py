@@ -9,9 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from models.linear import linear
+
+PROJECTION, HIDDEN = "projection", "hidden"
+"""`checkpoint_name`s of the projections around attention, and of the hidden channels of an MLP."""
+
 
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
 """(query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
@@ -20,6 +25,11 @@ A layer with a window also gives local_window_size=(keys before, 0), and one wit
 """
 MakeNorm = Callable[..., nnx.RMSNorm]
 """(channels, rngs=) -> a norm"""
+
+
+def projected(x: Array) -> Array:
+    """A projection before or after attention, under its name."""
+    return checkpoint_name(x, PROJECTION)
 
 
 class OffsetNorm(nnx.RMSNorm):
@@ -81,6 +91,7 @@ class MLP(nnx.Module):
         self.down = linear(hidden, width, gain=out_gain, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
+        up = checkpoint_name(self.up(x), HIDDEN)
         if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+            return self.down(self.activation(up))
+        return self.down(self.activation(checkpoint_name(self.gate(x), HIDDEN)) * up)

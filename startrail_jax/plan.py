@@ -90,7 +90,11 @@ def parser() -> argparse.ArgumentParser:
     for role in DEGREES:
         search.add_argument(f"--{role}", type=int, help="degree of the mesh")
     search.add_argument("--zero", type=int, nargs="+", help="levels, of 0 to 3")
-    search.add_argument("--remat", nargs="+", help="of none, attention_saved, full")
+    search.add_argument(
+        "--remat",
+        nargs="+",
+        help="of none, products_saved, projections_saved, attention_saved, full",
+    )
     for name in ("offload", "tile"):
         search.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None)
     search.add_argument("--gradient-dtype", default="float32", help="float32 or bfloat16")

@@ -19,8 +19,9 @@ from models.hooks import Hooks
 from trainer.config import OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
+from trainer.parallel.checks import make_attention
 from trainer.parallel.partition import path_name
-from trainer.parallel.step import Program, make_attention
+from trainer.parallel.step import Program
 from trainer.run import metrics
 from trainer.session import Session
 from trainer.tasks import TASKS

@@ -341,15 +341,19 @@ class TrainConfig:
     zero_axes: tuple[Literal["data", "ring", "group", "team", "head"], ...] = SHARDED_AXES
     """Mesh axes over which ZeRO splits. With only the last axes, weights are gathered among devices
     that are near each other (LoongTrain's hybrid ZeRO, https://arxiv.org/abs/2406.18485)."""
-    remat: Literal["none", "attention_saved", "full"] = "none"
-    """What the backward pass of a layer recomputes: nothing ("none"), everything except attention
-    ("attention_saved"), or everything ("full")."""
+    remat: Literal[
+        "auto", "none", "products_saved", "projections_saved", "attention_saved", "full"
+    ] = "auto"
+    """What the backward pass of a layer recomputes: nothing ("none"), what is between matrix
+    products ("products_saved"), that and the MLP ("projections_saved"), everything except attention
+    ("attention_saved"), or everything ("full"). The default, "auto", is the first of these whose
+    step fits the memory of the devices, by the estimate of docs/memory.md."""
     offload: bool = False
     """Whether to move what `remat` saves to the memory of the host. Needs GPUs, and a `remat` other
-    than "none"."""
+    than "auto" and "none"."""
     tile: int | None = None
-    """Most tokens of a device that the MLP and the loss process at a time; fewer need less memory.
-    The default is all tokens."""
+    """Most tokens of a device that the loss processes at a time, and the MLP where `remat`
+    recomputes it; fewer need less memory. The default is all tokens."""
     accumulation: int = 1
     """Number of parts of a batch that are processed one after another (gradient accumulation); more
     parts need less memory."""
@@ -434,10 +438,10 @@ class TrainConfig:
                 "spike_factor must be above 1 and finite; got "
                 f"spike_factor={self.spike_factor}. Use 2, or None to accept every loss."
             )
-        if self.offload and self.remat == "none":
+        if self.offload and self.remat in ("auto", "none"):
             raise InputError(
-                "offload moves what remat saves, so it needs a remat; got offload=True, "
-                "remat='none'. Use --remat attention_saved."
+                "offload moves what remat saves, so it needs a remat by its name; got "
+                f"offload=True, remat={self.remat!r}. Use --remat attention_saved."
             )
         if self.attention.keep_gathered and self.remat == "full":
             raise InputError(

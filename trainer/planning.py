@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,15 +20,14 @@ from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.here import SHARE, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
-from startrail_jax.planner.search import Candidates, Prediction, Search, no_setting
+from startrail_jax.planner.search import REMAT, Candidates, Prediction, Search, no_setting
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
-from trainer.parallel.step_sizes import footprint
+from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
 from trainer.processes import gather
 
 _SHOWN = 8
-_SHARE_OF_CPU = 0.92
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class Planner:
     """Chooses the mesh of a run. All processes must ask it, and get the same answer."""
 
     config: TrainConfig
-    """The run: model, batch, ZeRO, remat and tile stay as they are."""
+    """The run: model, batch, ZeRO, tile and a remat that it names stay as they are."""
     make_objective: Callable[[], Objective]
     """Gives its model and loss."""
 
@@ -78,7 +76,8 @@ class Planner:
             causal=config.causal,
         )
         seconds = time.perf_counter() - begin
-        limit, share = _memory_of_jax(devices, cluster)
+        limit = step_limit(devices, cluster.gpu.memory_bytes)
+        share = _describe_limit(limit, devices[0].platform, cluster.gpu.memory_bytes)
         lines = [f"plan: measured in {show_seconds(seconds)}: {_describe(cluster)}; {share}"]
         count = _SHOWN if config.plan == "show" else 2
         found = self.forecasts(cluster, count, limit)
@@ -123,7 +122,7 @@ class Planner:
         options = Search(
             degrees=given,
             zero=(config.zero,),
-            remat=(config.remat,),
+            remat=REMAT if config.remat == "auto" else (config.remat,),
             offload=(config.offload,),
             # Tiles and memory are those of the run: see below.
             tiled=(False,),
@@ -148,16 +147,18 @@ class Planner:
                     "--mesh.order"
                 )
             timed = Candidates(roomy, call, options, rows)
-            predictions = timed.best(np.ones(len(timed.row), bool), len(timed.row))
-            for prediction in predictions:
-                try:
-                    size = footprint(config, objective, st.Degrees(**prediction.degrees))
-                except UserError:
+            sizes: dict[st.Degrees, tuple[str, int] | None] = {}
+            for index in timed.ordered(np.ones(len(timed.row), bool)):
+                mesh = st.Degrees(**timed.degrees(index)[0])
+                if mesh not in sizes:
+                    sizes[mesh] = self._size(objective, mesh, limit)
+                remat, size = sizes[mesh] or (None, 0)
+                if timed.savings(index).remat != remat:
                     continue
-                if size.device_bytes > limit:
-                    too_large.append(size.device_bytes)
+                if size > limit:
+                    too_large.append(size)
                     continue
-                found.append(dataclasses.replace(prediction, memory_bytes=size.device_bytes))
+                found.append(dataclasses.replace(timed.prediction(index), memory_bytes=size))
                 if len(found) == count:
                     break
         except UserError as error:
@@ -175,6 +176,15 @@ class Planner:
             "what a default mesh lacks, or a --mesh flag that rules meshes out."
         )
 
+    def _size(self, objective: Objective, mesh: st.Degrees, limit: int) -> tuple[str, int] | None:
+        """What a run recomputes on a mesh, and the memory of a step; None if it cannot have it."""
+        try:
+            remat = chosen_remat(self.config, objective, mesh, limit)
+            run = dataclasses.replace(self.config, remat=remat)
+            return remat, footprint(run, objective, mesh).device_bytes
+        except UserError:
+            return None
+
     def _allowed(self, settings: Settings) -> np.ndarray:
         """Which settings have the double ring and the order of the run."""
         allowed = settings.inner == self.config.attention.inner
@@ -185,19 +195,10 @@ class Planner:
         return allowed
 
 
-def _memory_of_jax(devices: Sequence[Any], cluster: Cluster) -> tuple[int, str]:
-    """Bytes that a step may take on a device, in all processes, and what the log says of them."""
-    whole = cluster.gpu.memory_bytes
-    if devices[0].platform == "cpu":
-        limit = int(_SHARE_OF_CPU * whole)
-        return limit, f"a step may take {limit / GIB:.3g} GiB of {whole / GIB:.3g} GiB a device"
-    own = [x.memory_stats() or {} for x in devices if x.process_index == jax.process_index()]
-    fallback = int(jax_share() * whole)
-    limits = gather(min((x.get("bytes_limit", fallback) for x in own), default=fallback))
-    return min(limits), (
-        f"jax has {min(limits) / GIB:.3g} GiB of {whole / GIB:.3g} GiB a device ({SHARE} changes "
-        "it)"
-    )
+def _describe_limit(limit: int, platform: str, whole: int) -> str:
+    """How many of the bytes of a device a step may take."""
+    of = f"{limit / GIB:.3g} GiB of {whole / GIB:.3g} GiB a device"
+    return f"a step may take {of}" if platform == "cpu" else f"jax has {of} ({SHARE} changes it)"
 
 
 def _describe_forecast(found: Prediction, parts: int) -> str:

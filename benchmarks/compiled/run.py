@@ -32,6 +32,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,14 @@ from benchmarks.compiled.deviceless import gpu_topology, target_names
 from benchmarks.compiled.roofline import BACKWARD, Collective, Roofline, read_roofline
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.planner.hardware import GPUS
+from startrail_jax.planner.here import jax_share
 from startrail_jax.planner.quantities import GIB
 from train import read_command_line
 from trainer.config import TrainConfig
+from trainer.parallel.checks import make_attention
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.step import Program, make_attention
-from trainer.parallel.step_sizes import footprint
+from trainer.parallel.step import Program
+from trainer.parallel.step_sizes import chosen_remat, footprint
 from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
 
@@ -87,10 +90,14 @@ def run_step(args: argparse.Namespace, config: TrainConfig) -> None:
     target, num_devices = HARDWARE.get(args.program, ("h100", 8))
     target, num_devices = args.target or target, config.devices or num_devices
     degrees = choose_degrees(config.mesh, num_devices, config.attention_call)
+    objective = TASKS[config.kind].make_objective(config)
+    limit = int(jax_share() * GPUS[GPU_OF_TARGET.get(target, target)].memory_bytes)
+    config = replace(config, remat=chosen_remat(config, objective, degrees, limit))
     # Raises what train.py would raise on such a mesh.
-    formula = footprint(config, TASKS[config.kind].make_objective(config), degrees)
+    formula = footprint(config, objective, degrees)
     print(
-        f"{args.program}, {config.num_tokens} tokens, {num_devices} x {target}: {describe(degrees)}"
+        f"{args.program}, {config.num_tokens} tokens, {num_devices} x {target}: "
+        f"{describe(degrees)}; remat {config.remat}"
     )
     if args.arithmetic:
         state = formula.state_bytes + formula["batch"]

@@ -14,8 +14,9 @@ from benchmarks.gpu.report import Report, first_line
 from configs.gpt import gpt_8b_gqa, gpt_tiny
 from trainer.data.batches import place
 from trainer.gpt.config import GPTTrainConfig
+from trainer.parallel.checks import make_attention
 from trainer.parallel.flops import peak_flops
-from trainer.parallel.step import Program, make_attention
+from trainer.parallel.step import Program
 from trainer.tasks import TASKS
 
 STEPS, TINY_STEPS = 8, 2

@@ -266,7 +266,7 @@ def _kernels(links: _Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
     rates = _attention_rates(links, head_dim, dtype, is_cpu, causal)
     known = GPUS.get(kind or "")
     single = known.single_speed if known is not None and itemsize == 4 else 1.0
-    memory = known.memory_bytes if known is not None else _memory_of(device)
+    memory = known.memory_bytes if known is not None else memory_of(device)
     # Of an unknown device, what its matrix products reach stands for the peak.
     peak = known.peak_flops * single if known is not None else products
     return Gpu(
@@ -288,12 +288,11 @@ def jax_share() -> float:
     return float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get(SHARE) or 0.75)
 
 
-def _memory_of(device: Any) -> int:
-    """Bytes of memory that a device has for jax."""
+def memory_of(device: Any) -> int:
+    """Bytes of memory of a device, of which jax takes a share."""
     own = jax.local_devices()[0]
     stats = own.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        # Of which jax takes a share.
         return int(stats["bytes_limit"] / jax_share())
     # Simulated devices share the memory of the machine.
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

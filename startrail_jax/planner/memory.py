@@ -60,7 +60,8 @@ class StepSizes:
     accumulation: int
     """Parts of a batch that are computed one after another."""
     tile: Amount
-    """Tokens that the MLP treats at a time, and the loss too if it has as many."""
+    """Tokens that the loss treats at a time if it has as many, and the MLP where it is computed
+    again."""
 
     tokens: Amount
     """Tokens of one part of a batch."""
@@ -101,6 +102,11 @@ class StepSizes:
     vocabularies: Mapping[str, tuple[Amount, str]]
     """For each large weight outside of the layers, its elements and the phase in which its gradient
     arises."""
+
+    @property
+    def mlp_tile(self) -> Amount:
+        """Tokens that the MLP treats at a time."""
+        return self.tokens if self.remat in ("none", "products_saved") else self.tile
 
     @property
     def stream(self) -> Amount:
@@ -233,20 +239,17 @@ def _saved(sizes: StepSizes) -> Part:
     """What layers save for the backward pass: see `remat.rematerialised`."""
     model = sizes.model
     name, tensor = "saved for the backward pass", sizes.degrees.tensor
+    hidden = sizes.tokens * model.mlp_width // tensor * model.itemsize
     if sizes.remat == "none":
         # A derivative needs float32 arrays of norms, residuals and modulations, 16-bit operands of
         # products, query, key, value and output, and six arrays of the MLP's hidden channels. Below
-        # level 3 a tile of the MLP saves its input alone, and float32 copies of the weights are
-        # saved too; at level 3 a policy names what is saved, also in a tile.
-        hidden = sizes.tokens * model.mlp_width // tensor * model.itemsize
-        tiled = sizes.tile < sizes.tokens
+        # level 3 float32 copies of the weights are saved too.
+        layer = 6 * hidden
         if sizes.zero == 3:
-            wide = np.where(tiled, 7, 8) if model.modulated else 8
-            narrow = np.where(tiled, 4, 3) if model.modulated else 1
-            layer = 6 * hidden
+            wide, narrow = 8, 3 if model.modulated else 1
         else:
-            wide, narrow = 8 if model.modulated else np.where(tiled, 3, 6), 3
-            layer = np.where(tiled, 0, 6 * hidden) + FLOAT32 * sizes.layer_elements
+            wide, narrow = 8 if model.modulated else 6, 3
+            layer = layer + FLOAT32 * sizes.layer_elements
         # What is exchanged, or joined from parts, is saved before and after.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
@@ -257,7 +260,7 @@ def _saved(sizes: StepSizes) -> Part:
             layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
         return Part(name=name, size=model.layers * layer, exact=False)
     layer = sizes.stream
-    if sizes.remat == "attention_saved":
+    if sizes.remat != "full":
         # With `head` > 1 the output is saved both before and after the exchange.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged, 2, 1)
@@ -265,6 +268,10 @@ def _saved(sizes: StepSizes) -> Part:
         layer += sizes.tokens * (model.heads // tensor) * of_head
         if sizes.keep_gathered:
             layer += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
+    if sizes.remat in ("projections_saved", "products_saved"):
+        layer = layer + _shard_bytes(sizes, 1, 1) + sizes.stream
+    if sizes.remat == "products_saved":
+        layer = layer + (model.mlp_matrices - 1) * hidden
     return Part(name=name, size=model.layers * layer, host=sizes.offload)
 
 
@@ -418,7 +425,7 @@ def _mlp_elements(sizes: StepSizes) -> Amount:
 def _mlp_bytes(sizes: StepSizes) -> Amount:
     """The backward pass of one MLP, one tile at a time: hidden channels, and the loop's weights."""
     model = sizes.model
-    tile = np.minimum(sizes.tile, sizes.tokens)
+    tile = np.minimum(sizes.mlp_tile, sizes.tokens)
     hidden = model.mlp_width // sizes.degrees.tensor
     activations = 2 * model.mlp_matrices * tile * hidden * model.itemsize
     weights = _mlp_elements(sizes)

@@ -19,7 +19,7 @@ from startrail_jax.planner.quantities import show_count
 from startrail_jax.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of
 from startrail_jax.planner.timing import Timing
 
-REMAT = ("none", "attention_saved", "full")
+REMAT = ("none", "products_saved", "projections_saved", "attention_saved", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Search:
     offload: Sequence[bool] = (False, True)
     """Whether what layers save goes to the memory of the host."""
     tiled: Sequence[bool] = (False, True)
-    """Whether MLP and loss treat at most 2048 tokens at a time."""
+    """Whether the loss treats at most 2048 tokens at a time, and the MLP where it is recomputed."""
     gradient_dtype: GradientDtype = "float32"
     """Type in which parts of the gradients of attention travel."""
     memory_fraction: float = 0.92
@@ -229,16 +229,13 @@ class Candidates:
     def _best_orders(self) -> dict[str, np.ndarray]:
         """For each kind of remat, the row of the fastest order of each setting of the degrees."""
         forward, backward = (x.seconds for x in self._timing.passes)
-        again = {
-            "none": np.zeros(len(forward)),
-            "attention_saved": self._timing.exchanges_again_seconds,
-            "full": forward,
-        }
+        again = {"none": np.zeros(len(forward)), "full": forward}
         number = number_of(*(vars(self.settings)[x] for x in (*ROLES, "published")))
         rows = {}
         for remat in self.options.remat:
             # Of equally fast ones, a single ring in the first order.
-            keys = (self.settings.order, self.settings.inner, forward + backward + again[remat])
+            more = again.get(remat, self._timing.exchanges_again_seconds)
+            keys = (self.settings.order, self.settings.inner, forward + backward + more)
             sorted_rows = np.lexsort((*keys, number))
             first = np.r_[True, np.diff(number[sorted_rows]) != 0]
             rows[remat] = sorted_rows[first]
@@ -277,6 +274,10 @@ class Candidates:
         fitting = np.flatnonzero(mask & self.fits)
         offloads = np.array([savings.offload for _, savings in self.kinds])[self.kind[fitting]]
         return fitting[np.lexsort((self.memory[fitting], offloads, self.seconds[fitting]))]
+
+    def savings(self, index: Any) -> Savings:
+        """The savings of a candidate."""
+        return self.kinds[self.kind[index]][1]
 
     def degrees(self, index: Any) -> tuple[dict[str, int], bool]:
         """The degrees of a candidate, and whether it is StarTrail as in its paper."""

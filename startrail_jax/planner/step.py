@@ -19,6 +19,10 @@ _ADAM_BYTES = 28
 """Bytes that AdamW reads and writes for each weight: weight, two moments and gradient."""
 _LARGEST_TILE = 2048
 
+_REPEATS_PROJECTIONS = ("attention_saved", "full")
+_REPEATS_MLP = ("projections_saved", *_REPEATS_PROJECTIONS)
+"""What backward passes recompute under each kind of remat."""
+
 # What adds up to the seconds of a step.
 COMPUTE = ("attention", "products", "other kernels", "recomputation", "optimizer")
 """The parts in which kernels run."""
@@ -33,11 +37,11 @@ class Savings:
     zero: int
     """ZeRO level."""
     remat: str
-    """What the backward pass of a layer recomputes: "none", "attention_saved" or "full"."""
+    """What the backward pass of a layer recomputes: see `trainer.parallel.remat`."""
     offload: bool
     """Whether layers save to the memory of the host."""
     tiled: bool
-    """Whether the MLP and the loss treat at most 2048 tokens at a time."""
+    """Whether the loss treats at most 2048 tokens at a time, and the MLP where it is recomputed."""
 
 
 def tile_of(settings: Settings, tokens: np.ndarray) -> np.ndarray:
@@ -99,15 +103,18 @@ class Step:
         compute = forward.compute + backward.compute
         waits = forward.seconds + backward.seconds - compute
         waits = waits + repeats * (forward.seconds - forward.compute)
-        if savings.remat == "attention_saved":
+        if savings.remat not in ("none", "full"):
             waits = waits + self._exchanges_again
         layer = self._products(model.layer_matrices)
-        mlp = self._products(model.mlp_matrices * model.width * model.mlp_width)
-        again = (savings.remat != "none") * layer + savings.tiled * mlp
+        # What is recomputed of a layer stops before the last product of the MLP.
+        matrix = model.width * model.mlp_width
+        of_mlp = (model.mlp_matrices - 1) * matrix * (savings.remat in _REPEATS_MLP)
+        of_rest = model.layer_matrices - model.mlp_matrices * matrix
+        again = self._products(of_mlp + of_rest * (savings.remat in _REPEATS_PROJECTIONS))
         head = 3 * self._products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
-        # inputs; what is recomputed stops before the last sum.
-        sums = 4 + (savings.remat != "none") + savings.tiled
+        # inputs.
+        sums = 4 + (savings.remat in _REPEATS_PROJECTIONS)
         shard = self.whole_elements / (self.settings.replicas if savings.zero else 1)
         return {
             "attention": compute,

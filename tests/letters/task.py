@@ -37,7 +37,8 @@ class LettersTask(Task[LettersConfig, LettersOptions]):
     def sample(self, run_dir, config, options, session):
         from letters.objective import LetterBatch
         from trainer.checkpoints.reading import restore_weights
-        from trainer.parallel.step import Program, make_attention
+        from trainer.parallel.checks import make_attention
+        from trainer.parallel.step import Program
 
         config = replace(config, batch_size=1)
         objective = self.make_objective(config)

@@ -28,7 +28,7 @@ from startrail_jax.planner.memory import footprint_of
 from startrail_jax.planner.models import MODELS, ModelSizes
 from startrail_jax.planner.planning import plan_of
 from startrail_jax.planner.quantities import parse_rate
-from startrail_jax.planner.search import BASELINES, Candidates, Search
+from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Search
 from startrail_jax.planner.step import Savings, Step, is_legal
 from startrail_jax.planner.timing import Timing
 from startrail_jax.rings.schedule import schedule_of
@@ -331,7 +331,7 @@ def test_best_is_the_best_of_all():
     least = math.inf
     timed = Step(Timing(settings, where, asked))
     for zero, remat, offload, tiled in itertools.product(
-        range(4), ("none", "attention_saved", "full"), (False, True), (False, True)
+        range(4), REMAT, (False, True), (False, True)
     ):
         savings = Savings(zero=zero, remat=remat, offload=offload, tiled=tiled)
         legal = is_legal(settings, savings, timed.tokens)
@@ -796,7 +796,7 @@ def test_memory_is_the_smallest_of_all_processes(monkeypatch):
     for name, value in (("_product", 1e9), ("_memory", 1e9), ("_attention", (1e9, 1e9))):
         rate = f"{name}_rate{'s' * (name == '_attention')}"
         monkeypatch.setattr(here, rate, lambda *arguments, value=value: value)
-    monkeypatch.setattr(here, "_memory_of", lambda device: (80 << 30) + 5)
+    monkeypatch.setattr(here, "memory_of", lambda device: (80 << 30) + 5)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     gathered = lambda x: np.array([x, x - (1 << 12)])  # noqa: E731
     monkeypatch.setattr(multihost_utils, "process_allgather", gathered)

@@ -69,7 +69,7 @@ STARTRAIL = st.Degrees.startrail(8, c=2)
 # `test_step.py` has the rest: what differs here is that attention is not causal, and the model.
 SETTINGS = {
     "Ring Attention": (st.Degrees.ring_attention(8), {}),
-    "tiles": (st.Degrees(team=4, group=2), {}),
+    "tiles, projections saved": (st.Degrees(team=4, group=2), {"remat": "projections_saved"}),
     "StarTrail x Ulysses": (st.Degrees.startrail(8, c=2, head=2), {}),
     "data, zero 3, attention saved": (
         *(st.Degrees(data=2, team=2, ring=2), {"zero": 3, "remat": "attention_saved"}),
@@ -77,6 +77,7 @@ SETTINGS = {
     "tensor, zero 2, tiled, accumulation": (
         *(st.Degrees(tensor=2, team=2), {"zero": 2, "tile": 8, "accumulation": 2}),
     ),
+    "zero 3, products saved": (st.Degrees(ring=2), {"zero": 3, "remat": "products_saved"}),
 }
 
 

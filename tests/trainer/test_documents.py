@@ -25,7 +25,8 @@ from trainer.gpt.corpus import Stream, open_corpus
 from trainer.gpt.documents import text_documents
 from trainer.gpt.objective import NextToken
 from trainer.gpt.task import GPTTask
-from trainer.parallel.step import Program, make_attention
+from trainer.parallel.checks import make_attention
+from trainer.parallel.step import Program
 
 LONGEST = 96
 END = 7

@@ -150,6 +150,9 @@ def test_saved_by_remat():
 
     assert saved("full")[name] == unit
     assert saved("attention_saved")[name] == 2 * unit + lse
+    # Query, key, value and output of 32 heads, and three matrices of 11008 / 4096 units.
+    assert saved("projections_saved")[name] == 6 * unit + lse
+    assert saved("products_saved")[name] == 6 * unit + lse + 2 * unit * 11008 // 4096
     assert saved("none")[name] > 10 * unit
     # A team of 4 has gathered 4 shares of the query, and a group 4 of key and value.
     kept = saved("attention_saved", attention=AttentionConfig(keep_gathered=True))
@@ -185,14 +188,15 @@ def stacked(jaxpr, layers):
     ("zero", "degrees", "chunks"),
     [(0, st.Degrees(), 1), (3, st.Degrees(data=2, tensor=2), 1), (3, st.Degrees(head=2), 2)],
 )
+@pytest.mark.parametrize("remat", ["none", "products_saved", "projections_saved"])
 @pytest.mark.slow
-def test_what_a_layer_without_remat_saves(kind, zero, degrees, chunks):
+def test_what_a_layer_saves(remat, kind, zero, degrees, chunks):
     """Counted in the derivative that jax makes of a step, tiled and not."""
     for tile in (None, 512):
         sizes = dict(width=64, layers=5, heads=8, mlp_width=256, dtype="bfloat16")
         common = dict(
             **dict(optimizer=OptimizerConfig(learning_rate=1e-4), run_dir=Path("unused"), steps=10),
-            **dict(zero=zero, remat="none", tile=tile, batch_size=degrees.data),
+            **dict(zero=zero, remat=remat, tile=tile, batch_size=degrees.data),
             attention=AttentionConfig(head_chunks=chunks),
         )
         if kind == "dit":

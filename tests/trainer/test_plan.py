@@ -36,9 +36,9 @@ from trainer.dit.objective import dit_flops_per_token
 from trainer.gpt.config import LoraConfig
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.families import FAMILIES
+from trainer.parallel.checks import check_step
 from trainer.parallel.flops import PEAK_FLOPS
 from trainer.parallel.partition import Partition
-from trainer.parallel.step import check_step
 from trainer.parallel.step_sizes import footprint
 from trainer.run.settings import save_config
 from trainer.tasks import TASKS

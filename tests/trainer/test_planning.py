@@ -5,18 +5,22 @@ import math
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import startrail_jax as st
 from configs.gpt import gpt_tiny
-from programs import make_config
+from programs import make_config, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster
+from startrail_jax.planner.search import REMAT
 from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
 from trainer.gpt.config import LoraConfig
+from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined
@@ -91,6 +95,33 @@ def test_a_plan_for_the_rings_counts_what_they_send():
     assert 2 * auto.across_bytes < rings.across_bytes
 
 
+def test_remat_is_the_first_that_fits():
+    """In the order of what they recompute, and of the memory that they need."""
+    config = make_config(seq_len=2**14, zero=3)
+    objective, degrees = TASKS[config.kind].make_objective(config), st.Degrees(ring=8)
+
+    def size(remat):
+        return footprint(dataclasses.replace(config, remat=remat), objective, degrees).device_bytes
+
+    def chosen(limit, **changes):
+        return chosen_remat(dataclasses.replace(config, **changes), objective, degrees, limit)
+
+    sizes = [size(remat) for remat in REMAT]
+    assert sizes == sorted(sizes, reverse=True)
+    for remat in REMAT:
+        assert chosen(size(remat)) == remat
+        assert chosen(0, remat=remat) == remat
+    assert chosen(0) == "full"
+    assert chosen(0, attention=AttentionConfig(keep_gathered=True)) == "attention_saved"
+    # A plan takes what fits, too, and says the memory of that.
+    for remat in ("none", "projections_saved"):
+        (mesh,) = planner(seq_len=2**14, zero=3, mesh=MeshConfig(ring=8)).forecasts(
+            ONE_NODE, 1, size(remat)
+        )
+        assert (mesh.savings.remat, mesh.memory_bytes) == (remat, size(remat))
+    assert make_program(config, degrees).remat == "none"
+
+
 SMALL_GPU = dataclasses.replace(GPUS["h100"], memory_bytes=1 << 16)
 
 
@@ -141,19 +172,22 @@ def gpu(**stats):
     return SimpleNamespace(platform="cuda", process_index=0, memory_stats=lambda: stats or None)
 
 
+def limit_of(*devices):
+    return step_limit(devices, GPUS["h100"].memory_bytes)
+
+
 def test_a_step_may_take_what_jax_has_in_every_process(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    devices = [gpu(bytes_limit=60 << 30), gpu(bytes_limit=59 << 30)]
-    limit, said = planning._memory_of_jax(devices, ONE_NODE)
-    assert limit == 59 << 30
-    assert said.startswith("jax has 59 GiB of 79.6 GiB a device (XLA_PYTHON_CLIENT_MEM_FRACTION")
+    devices = gpu(bytes_limit=60 << 30), gpu(bytes_limit=59 << 30)
+    assert limit_of(*devices) == 59 << 30
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "gather", lambda size: [size, 1 << 30])
-        assert planning._memory_of_jax(devices, ONE_NODE)[0] == 1 << 30
-    whole = GPUS["h100"].memory_bytes
-    assert planning._memory_of_jax([gpu()], ONE_NODE)[0] == int(0.75 * whole)
+        gathered = lambda size: np.array([size, 1 << 10])  # noqa: E731
+        patch.setattr(multihost_utils, "process_allgather", gathered)
+        assert limit_of(*devices) == 1 << 30
+    mebibytes = GPUS["h100"].memory_bytes >> 20
+    assert limit_of(gpu()) >> 20 == int(0.75 * mebibytes)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    assert planning._memory_of_jax([gpu()], ONE_NODE)[0] == whole // 2
+    assert limit_of(gpu()) >> 20 == mebibytes // 2
 
 
 @pytest.fixture

@@ -96,7 +96,9 @@ SETTINGS = {
         st.Degrees(team=2, ring=4),
         {"remat": "attention_saved", "attention": AttentionConfig(head_chunks=2)},
     ),
-    "tiles, tiled": (st.Degrees(team=4, group=2), {"tile": 8}),
+    "tiles, projections saved, tiled": (
+        *(st.Degrees(team=4, group=2), {"remat": "projections_saved", "tile": 8}),
+    ),
     "StarTrail x Ulysses, accumulation": (
         st.Degrees.startrail(8, c=2, head=2),
         {"accumulation": 2},
@@ -111,8 +113,14 @@ SETTINGS = {
         {"zero": 2, "zero_axes": ("ring", "team"), "accumulation": 2},
     ),
     "zero 1, accumulation": (STARTRAIL, {"zero": 1, "accumulation": 2}),
-    "tensor": (st.Degrees(tensor=2, team=2, ring=2), {}),
-    "tensor, few key heads, zero 3": (st.Degrees(tensor=4, head=2), {"zero": 3, "tile": 16}),
+    "tensor, products saved": (
+        st.Degrees(tensor=2, team=2, ring=2),
+        {"remat": "products_saved", "tile": 16},
+    ),
+    "tensor, few key heads, zero 3": (
+        st.Degrees(tensor=4, head=2),
+        {"zero": 3, "remat": "projections_saved", "tile": 16},
+    ),
 }
 
 
@@ -235,6 +243,21 @@ def test_program_does_not_grow_with_the_depth_of_a_pattern():
 
     # Other sizes are neither 12 nor 44: what has the same shape is lowered once.
     assert operations(12) == operations(44)
+
+
+@pytest.mark.slow
+def test_no_more_products_are_recomputed_than_remat_says():
+    """Matrix products in the loops over layers, of which attention has none of these shapes."""
+
+    def products(remat):
+        program = make_program(st.Degrees(), remat=remat)
+        text = program.train_step.lower(program.state_shapes, program.batch_shapes).as_text()
+        return text.count("stablehlo.dot_general")
+
+    least = products("none")
+    assert products("products_saved") == least
+    assert products("projections_saved") == least + 2
+    assert products("attention_saved") == least + 2 + 4
 
 
 def loss_of_61_tokens(degrees, initial_state):

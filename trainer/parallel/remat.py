@@ -14,12 +14,26 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from models.layers import HIDDEN, PROJECTION
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the input of a layer."""
 
-Remat = Literal["none", "attention_saved", "full"]
+Remat = Literal["none", "products_saved", "projections_saved", "attention_saved", "full"]
+
+_NAMES: dict[Remat, tuple[str, ...]] = {
+    "products_saved": (*CHECKPOINT_NAMES, PROJECTION, HIDDEN),
+    "projections_saved": (*CHECKPOINT_NAMES, PROJECTION),
+    "attention_saved": CHECKPOINT_NAMES,
+    "full": (),
+}
+"""The `checkpoint_name`s of what layers save beside their input."""
+
+
+def saves_mlp(remat: Remat) -> bool:
+    """Whether no MLP is computed again, so that there is nothing to gain from tiles of it."""
+    return remat in ("none", "products_saved")
 
 
 def rematerialised(
@@ -29,8 +43,10 @@ def rematerialised(
 
     With "full", a layer saves its input, [tokens, width]. With "attention_saved", it also saves the
     output of attention, [tokens, heads * head_dim], and its log-sum-exp, so that attention is never
-    recomputed. With "none", it saves everything but weights that it gathers: those are always
-    gathered again.
+    recomputed. With "projections_saved", it also saves queries, keys and values as they are
+    projected, and what attention adds to the stream; with "products_saved" the hidden channels of
+    the MLP, [tokens, mlp_width], too, so that no matrix product is recomputed. With "none", it
+    saves everything but weights that it gathers: those are always gathered again.
 
     Args:
         layer: a function (weights, x, ...) -> x.
@@ -42,7 +58,7 @@ def rematerialised(
         if not gathers_weights:
             return layer
         return jax.checkpoint(layer, prevent_cse=False, policy=_save_all_but_weights)
-    names = CHECKPOINT_NAMES if remat == "attention_saved" else ()
+    names = _NAMES[remat]
     policies = jax.checkpoint_policies
     if not offload:
         policy = policies.save_only_these_names(*names)

@@ -36,7 +36,6 @@ class ShardedModel:
         partition: Partition,
         *,
         tile: int | None,
-        by_policy: bool = False,
         remat: Callable[[Layer], Layer] = lambda layer: layer,
     ) -> None:
         """Finds out how the weights are sharded, without making them.
@@ -46,7 +45,6 @@ class ShardedModel:
             attention: the attention that the model calls, on the mesh of `partition`.
             partition: how weights are sharded and gathered.
             tile: tokens of a device that the MLP treats at a time; None for all.
-            by_policy: whether the policy of `remat` says what a tile saves.
             remat: wraps the function of a layer, which gathers its weights.
 
         Raises:
@@ -56,7 +54,6 @@ class ShardedModel:
         self.partition = partition
         self._make_model = make_model
         self._tile = tile
-        self._by_policy = by_policy
         self._remat = remat
         self._graph, shapes = nnx.split(nnx.eval_shape(self.make))
         self.splits = partition.splits(shapes)
@@ -76,9 +73,7 @@ class ShardedModel:
         """The model with initial weights, which are global arrays."""
         hooks = Hooks(
             wrap_layer=self._wrap_layer,
-            tiled=partial(
-                in_tiles, tile=self._tile, dtype=self.partition.dtype, by_policy=self._by_policy
-            ),
+            tiled=partial(in_tiles, tile=self._tile, dtype=self.partition.dtype),
             copy_to_tensor=self.partition.copy_to_tensor,
             reduce_from_tensor=self.partition.reduce_from_tensor,
         )

@@ -15,15 +15,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32
 
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
-from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.rings.head_chunks import check_head_chunks
-from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.ordering import gradient_first
 from startrail_jax.xla.varying import vary
@@ -31,9 +28,10 @@ from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
 from trainer.data.parts import PartBatch
 from trainer.objective import Objective
+from trainer.parallel.checks import check_step
 from trainer.parallel.optimizer import learning_rate, make_optimizer
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
-from trainer.parallel.remat import rematerialised
+from trainer.parallel.remat import Remat, rematerialised, saves_mlp
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.splits import check_parts, make_parts
 from trainer.parallel.state import (
@@ -43,6 +41,7 @@ from trainer.parallel.state import (
     state_shapes,
     updated_average,
 )
+from trainer.parallel.step_sizes import chosen_remat, step_limit
 from trainer.parallel.tiling import summed_in_tiles
 
 
@@ -58,49 +57,6 @@ class StepMetrics(NamedTuple):
     """Whether loss and norm are finite; if not, the step left the state as it was."""
     learning_rate: Float32[Array, ""]
     """Learning rate of the update."""
-
-
-def make_attention(
-    mesh: Mesh | AbstractMesh, config: TrainConfig, objective: Objective
-) -> Attention:
-    """The attention of a run on a mesh.
-
-    Raises:
-        ValueError: if its options do not fit the mesh.
-    """
-    options = config.attention_of_model | vars(config.attention)
-    return Attention(mesh, causal=objective.causal, **options)
-
-
-def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> None:
-    """Raises what the first step would raise, with a way out. No devices are needed.
-
-    Args:
-        config: model, batch, accumulation and ZeRO.
-        degrees: degrees of the mesh.
-        partition: how the state is sharded.
-
-    Raises:
-        ValueError: if the degrees do not divide the batch or the heads, or ZeRO has nothing to
-            split over.
-    """
-    parts = degrees.data * config.accumulation
-    if config.batch_size % parts:
-        raise InputError(
-            "batch_size must be divisible by data * accumulation; got "
-            f"batch_size={config.batch_size}, data={degrees.data}, "
-            f"accumulation={config.accumulation}. Use --batch-size "
-            f"{-(-config.batch_size // parts) * parts}."
-        )
-    check_heads(degrees, config.model.heads, config.model.kv_heads)
-    kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
-    check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
-    if config.zero and partition.replicas and not partition.zero:
-        raise InputError(
-            f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
-            f"zero_axes={config.zero_axes} on a mesh with {degrees}. "
-            f"Use --zero-axes {' '.join(partition.replicas)}."
-        )
 
 
 class Program:
@@ -139,6 +95,14 @@ class Program:
                 f"{platform!r}. Leave --offload out."
             )
         check_step(config, attention.degrees, self.partition)
+        self.remat: Remat = (
+            config.remat
+            if config.remat != "auto"
+            else chosen_remat(
+                config, objective, attention.degrees, step_limit(mesh.devices.ravel().tolist())
+            )
+        )
+        """What layers recompute."""
         self._model = self._sharded_model(attention)
         self.parts = None
         """How batches are divided whose documents are whole; None for batches of rows."""
@@ -189,11 +153,10 @@ class Program:
             ),
             attention,
             self.partition,
-            tile=config.tile,
-            by_policy=config.remat == "none" and gathers_weights,
+            tile=None if saves_mlp(self.remat) else config.tile,
             remat=partial(
                 rematerialised,
-                remat=config.remat,
+                remat=self.remat,
                 offload=config.offload,
                 gathers_weights=gathers_weights,
             ),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
@@ -15,21 +18,64 @@ from models.hooks import Hooks
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.masks import Window
+from startrail_jax.planner.here import jax_share, memory_of
 from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
+from startrail_jax.planner.search import REMAT
 from startrail_jax.rings.choices import choose_exchange
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import plan_sparse
 from trainer.config import TrainConfig
 from trainer.objective import Objective
+from trainer.parallel.checks import check_step, make_attention
 from trainer.parallel.optimizer import make_optimizer
 from trainer.parallel.partition import STACKED, Partition, split_frozen
+from trainer.parallel.remat import Remat
 from trainer.parallel.state import batch_shapes, bytes_of_device, state_shapes
-from trainer.parallel.step import check_step, make_attention
+
+_SHARE_OF_CPU = 0.92
 
 
 def footprint(config: TrainConfig, objective: Objective, degrees: Degrees) -> Footprint:
     """The memory of a training step of `Program`. Arguments and errors as in `step_sizes`."""
     return footprint_of(step_sizes(config, objective, degrees))
+
+
+def step_limit(devices: Sequence[Any], whole: int | None = None) -> int:
+    """Bytes that a step may take on each device: what jax has of a GPU. All processes must ask.
+
+    Args:
+        devices: those of all processes.
+        whole: bytes of memory of a device; None to ask it.
+    """
+    share = _SHARE_OF_CPU if devices[0].platform == "cpu" else jax_share()
+    fallback = int(share * (memory_of(devices[0]) if whole is None else whole))
+    own = [x.memory_stats() or {} for x in devices if x.process_index == jax.process_index()]
+    limit = min((x.get("bytes_limit", fallback) for x in own), default=fallback)
+    # In MiB, which 32 bits hold.
+    return int(np.min(multihost_utils.process_allgather(np.int32(limit >> 20)))) << 20
+
+
+def chosen_remat(config: TrainConfig, objective: Objective, degrees: Degrees, limit: int) -> Remat:
+    """The `remat` that "auto" stands for: the first of the planner's whose step fits the memory.
+
+    Args:
+        config: the run.
+        objective: its model and loss.
+        degrees: degrees of the mesh.
+        limit: bytes that a step may take on a device.
+
+    Returns:
+        Its name; that of the config if this is not "auto". If no step fits, it is the one that
+        needs least memory.
+    """
+    if config.remat != "auto":
+        return config.remat
+    levels = REMAT[:-1] if config.attention.keep_gathered else REMAT
+    for remat in levels:
+        size = footprint(dataclasses.replace(config, remat=remat), objective, degrees)
+        if size.device_bytes <= limit:
+            return remat
+    return levels[-1]
 
 
 def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> StepSizes:

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float32
 from startrail_jax.xla.varying import vary
 
 
-def in_tiles(
-    function: Callable[..., Array], tile: int | None, dtype: Any, *, by_policy: bool = False
-) -> Callable[..., Array]:
+def in_tiles(function: Callable[..., Array], tile: int | None, dtype: Any) -> Callable[..., Array]:
     """A function of tokens that is computed for `tile` of them at a time, forward and backward.
+
+    A tile saves its input, and its backward pass computes the rest again.
 
     Args:
         function: a function of arrays [B T ...] to an array [B T ...] that treats each token by
@@ -26,8 +26,6 @@ def in_tiles(
         dtype: type in which `function` uses the matrices that it refers to. The loops over tiles
             have them in this type, so that each matrix is cast once; gradients are added up in the
             type of the matrix.
-        by_policy: whether the policy of a checkpoint around it says what a tile saves. Otherwise a
-            tile saves its input. The loops then cast matrices in each tile.
     """
 
     def tiled(*arrays: Array) -> Array:
@@ -35,12 +33,8 @@ def in_tiles(
         if tile is None or tile >= batch * length:
             return function(*arrays)
         tiles = tuple(_cut(x, tile) for x in arrays)
-        if by_policy:
-            once = jax.checkpoint(lambda xs: function(*xs), prevent_cse=False)
-            out: Any = lax.map(once, tiles)
-        else:
-            pure, weights = jax.closure_convert(function, *(x[0] for x in tiles))
-            out = _map_tiles(pure, dtype, weights, tiles)
+        pure, weights = jax.closure_convert(function, *(x[0] for x in tiles))
+        out: Any = _map_tiles(pure, dtype, weights, tiles)
         return _joined(out, (batch, length, *out.shape[3:]))
 
     return tiled

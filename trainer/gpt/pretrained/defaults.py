@@ -46,7 +46,6 @@ def pretrained(folder: Path) -> GPTTrainConfig:
         batch_size=8,
         seq_len=min(described.length, 4096),
         zero=3,
-        remat="attention_saved",
         run_dir=Path("runs") / folder.resolve().name,
     )
 

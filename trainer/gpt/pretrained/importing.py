@@ -15,10 +15,10 @@ from trainer.copies import preparation
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.parallel.checks import make_attention
 from trainer.parallel.partition import Partition, split_frozen
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.state import TrainState
-from trainer.parallel.step import make_attention
 from trainer.run.commands import command
 from trainer.run.folder import FROZEN_FOLDER, open_run, record_versions, save_degrees
 from trainer.run.metrics import Reporter

@@ -1,0 +1,57 @@
+"""The attention of a run, and what a training step needs of its mesh."""
+
+from __future__ import annotations
+
+from jax.sharding import AbstractMesh, Mesh
+
+from startrail_jax.attention import Attention
+from startrail_jax.devices.degrees import Degrees
+from startrail_jax.errors import InputError
+from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.sizes import check_heads
+from trainer.config import TrainConfig
+from trainer.objective import Objective
+from trainer.parallel.partition import Partition
+
+
+def make_attention(
+    mesh: Mesh | AbstractMesh, config: TrainConfig, objective: Objective
+) -> Attention:
+    """The attention of a run on a mesh.
+
+    Raises:
+        ValueError: if its options do not fit the mesh.
+    """
+    options = config.attention_of_model | vars(config.attention)
+    return Attention(mesh, causal=objective.causal, **options)
+
+
+def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> None:
+    """Raises what the first step would raise, with a way out. No devices are needed.
+
+    Args:
+        config: model, batch, accumulation and ZeRO.
+        degrees: degrees of the mesh.
+        partition: how the state is sharded.
+
+    Raises:
+        ValueError: if the degrees do not divide the batch or the heads, or ZeRO has nothing to
+            split over.
+    """
+    parts = degrees.data * config.accumulation
+    if config.batch_size % parts:
+        raise InputError(
+            "batch_size must be divisible by data * accumulation; got "
+            f"batch_size={config.batch_size}, data={degrees.data}, "
+            f"accumulation={config.accumulation}. Use --batch-size "
+            f"{-(-config.batch_size // parts) * parts}."
+        )
+    check_heads(degrees, config.model.heads, config.model.kv_heads)
+    kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
+    check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
+    if config.zero and partition.replicas and not partition.zero:
+        raise InputError(
+            f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
+            f"zero_axes={config.zero_axes} on a mesh with {degrees}. "
+            f"Use --zero-axes {' '.join(partition.replicas)}."
+        )
