@@ -9,20 +9,24 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+import train
 from configs.gpt import gpt_tiny
-from programs import SMALL, compile_gradients, make_config
+from programs import SMALL, compile_gradients, make_config, records_of
+from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.analysis import hlo
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.config import AttentionConfig
+from tests.faults import failures
+from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import PartBatches, place
 from trainer.data.dataset import Dataset
 from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
-from trainer.gpt.config import DataConfig, RopeConfig
+from trainer.gpt.config import DataConfig, LoraConfig, RopeConfig
 from trainer.gpt.corpus import Stream, open_corpus
 from trainer.gpt.documents import text_documents
+from trainer.gpt.lora import restore_model
 from trainer.gpt.objective import NextToken
 from trainer.gpt.task import GPTTask
 from trainer.parallel.checks import make_attention
@@ -143,10 +147,20 @@ def test_of_examples_only_what_is_counted_has_a_weight():
     assert row.weights.tolist()[1] == [0, 0, 1, 1, 0, 1] + [0] * 6
 
 
+def numbers_in(program, batch, documents):
+    """The numbers of the documents of a batch."""
+    read = {
+        tuple(documents.read(number)[0][:-1]): number for number in range(len(documents.lengths))
+    }
+    return [read[tuple(tokens)] for tokens, *_ in documents_in(program, batch)]
+
+
 def single_rows(program, numbers, documents):
-    """The same documents, each in a row of its own."""
-    rows = documents.rows([[number] for number in numbers], LONGEST)
-    return place(in_layout_order(rows, program.attention.layout), program.batch_sharding)
+    """The same documents, each in a row of its own; rows that are left have padding."""
+    rows = [[number] for number in numbers]
+    rows += [[]] * (program.config.batch_size - len(numbers))
+    batch = documents.rows(rows, program.config.seq_len)
+    return place(in_layout_order(batch, program.attention.layout), program.batch_sharding)
 
 
 PATTERN = dataclasses.replace(
@@ -182,10 +196,7 @@ def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
     series = batches_of(program, documents)
     host = next(series)
     series.close()
-    read = {
-        tuple(documents.read(number)[0][:-1]): number for number in range(len(documents.lengths))
-    }
-    numbers = [read[tuple(tokens)] for tokens, *_ in documents_in(program, host)]
+    numbers = numbers_in(program, host, documents)
     assert len(numbers) > program.parts.most
     alone = make_program(
         st.Degrees(), data=DataConfig(), batch_size=len(numbers), model=program.config.model
@@ -205,6 +216,100 @@ def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
     ):
         assert found.sharding.is_equivalent_to(weight.sharding, x.ndim)
         np.testing.assert_allclose(found, x, atol=1e-5 * np.abs(x).max(), err_msg=str(path))
+
+
+STEPS = 30
+MIXED = np.concatenate([LENGTHS, np.tile([12, 11, 10, 22], 10)])
+"""Lengths of which batches of every window have parts of all degrees."""
+
+
+def single_row_steps(config, state, batches, documents):
+    """Losses and the last state of steps on one device, from a state of the host: each document of
+    a batch, given by numbers, is in a row of its own."""
+    data, most = DataConfig(), max(map(len, batches))
+    alone = dataclasses.replace(config, data=data, batch_size=most, zero=0)
+    program = program_of(alone, st.Degrees())
+    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
+    losses = []
+    for numbers in batches:
+        state, metrics = program.train_step(state, single_rows(program, numbers, documents))
+        losses.append(float(metrics.loss))
+    return losses, state
+
+
+def assert_same_training(found, wanted):
+    """Of (losses, weights): the losses fall, and both agree."""
+    losses, weights = zip(found, wanted, strict=True)
+    assert len(losses[0]) == STEPS
+    assert losses[1][-1] < losses[1][0] - 0.05
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    leaves = jax.tree_util.tree_leaves_with_path(weights[1])
+    for x, (path, y) in zip(jax.tree.leaves(weights[0]), leaves, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5, err_msg=str(path))
+
+
+ADAPTERS = {
+    "lora": LoraConfig(rank=4, targets=("query", "value", "out", "up", "down")),
+    "optimizer": OptimizerConfig(learning_rate=1e-2),
+}
+RUNS = {
+    "StarTrail": (st.Degrees.startrail(8, c=2), {}),
+    "Ring, zero 3": (st.Degrees(ring=8), {"zero": 3}),
+    "tensor, zero 3": (st.Degrees(tensor=2, head=2, ring=2), {"zero": 3}),
+    "LoRA": (st.Degrees.startrail(8, c=2), ADAPTERS),
+    "LoRA, zero 3": (st.Degrees(data=2, head=2, ring=2), ADAPTERS | {"zero": 3}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("degrees", "changes"), RUNS.values(), ids=RUNS.keys())
+def test_training_is_that_of_single_rows_on_one_device(degrees, changes):
+    program, documents = (
+        make_program(degrees, steps=STEPS, **changes),
+        text_documents([text(MIXED)], END, LONGEST),
+    )
+    state, series = program.initialise(), batches_of(program, documents)
+    first, losses, batches, seen = jax.device_get(state), [], [], set()
+    for _ in range(STEPS):
+        host = next(series)
+        batches.append(numbers_in(program, host, documents))
+        seen |= {program.parts.splits[i].c for i in host.split[: host.count]}
+        state, metrics = program.train_step(state, program.parts.place(host))
+        losses.append(float(metrics.loss))
+    series.close()
+    assert seen == {split.c for split in program.parts.splits}
+    wanted, expected = single_row_steps(program.config, first, batches, documents)
+    assert_same_training((losses, state.weights), (wanted, expected.weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", ["--mesh.team 1 --zero 3", "--lora.rank 4"])
+def test_two_processes_train_as_one_device_on_single_rows(tmp_path, changes):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "val"):
+        np.save(folder / f"{name}.npy", text(MIXED).tokens)
+    sizes = " ".join(f"--model.{x.replace('_', '-')} {n}" for x, n in SMALL.items())
+    flags = (
+        f"{sizes} {changes} --devices 8 --seq-len {LONGEST} --batch-size 6 --steps {STEPS} "
+        "--log-every 1 --optimizer.learning-rate 1e-2 --data.batches documents --data.draw 24 "
+        f"--data.end-of-document {END} --sample-length 0 --no-tensorboard "
+        f"--data.path {folder} --run-dir {tmp_path / 'run'}"
+    ).split()
+    with failures.Processes(2, flags, folder=tmp_path) as processes:
+        assert processes.wait(seconds=failures.HANGS_AFTER_SECONDS) == [0, 0], processes.outputs()
+    losses = [x["train_loss"] for x in records_of(tmp_path / "run") if "train_loss" in x]
+
+    config = train.read_command_line(flags).settings
+    program = program_of(config, st.Degrees(ring=8))
+    weights, _ = restore_model(config.run_dir, config, program.state_shapes.model, note=print)
+    data = GPTTask().open_data(config, program.attention.layout)
+    series = PartBatches(program.parts, data, seed=config.seed)
+    batches = [numbers_in(program, next(series), data.documents) for _ in range(STEPS)]
+    series.close()
+    first = jax.device_get(program.initialise())
+    wanted, expected = single_row_steps(config, first, batches, data.documents)
+    assert_same_training((losses, weights), (wanted, expected.model))
 
 
 @pytest.mark.parametrize("order", ["rings_inside", "collectives_inside", "context_first"])
