@@ -88,7 +88,8 @@ def cut(lengths: np.ndarray, longest: int) -> np.ndarray:
 def visible_shares(lengths: np.ndarray, seq_len: int, batch: int) -> dict[int, float]:
     """Of the pairs of causal rows, the share that documents leave to the busiest replica.
 
-    Documents follow each other in random order, and the end of a row cuts them.
+    Documents follow each other in random order, and the end of a row cuts them. Those that fill no
+    step come several times.
 
     Args:
         lengths: tokens of documents.
@@ -98,6 +99,7 @@ def visible_shares(lengths: np.ndarray, seq_len: int, batch: int) -> dict[int, f
     Returns:
         Data-parallel degree -> the share, the mean over steps. That of degree 1 is of all rows.
     """
+    lengths = np.tile(lengths, -(-seq_len * batch // int(lengths.sum())))
     ends = np.cumsum(np.random.default_rng(0).permutation(lengths))
     steps = max(int(ends[-1]) // (seq_len * batch), 1)
     rows = np.arange(steps * batch + 1) * seq_len

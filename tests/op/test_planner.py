@@ -625,6 +625,12 @@ def test_share_of_pairs_that_documents_leave():
     assert shares[4] == pytest.approx(np.mean(np.max(pairs, axis=1)) / 10)
 
 
+def test_documents_that_fill_no_step_come_several_times():
+    assert visible_shares(np.array([4]), seq_len=8, batch=4) == pytest.approx(
+        dict.fromkeys((1, 2, 4), 20 / 36)
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
