@@ -9,6 +9,7 @@ busiest replica has to do. Of a row, all devices count with the same work.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from startrail_jax.planner.quantities import parse_count
 from startrail_jax.planner.search import Candidates, Prediction
 
 _DRAWN = 10_000
-"""Documents that are drawn from a distribution."""
+"""Documents that are drawn from a distribution, or from a data set."""
 _STEPS = 50
 """Steps of a batch that are assigned."""
 _SLOWEST = 1.5
@@ -41,6 +42,20 @@ class DocumentForecast:
     """The same in rows, in the fastest setting for these."""
     held: PartSummary
     """What the parts hold."""
+
+    @property
+    def comparison(self) -> str:
+        """A sentence on rows and whole documents, with the flags for the latter."""
+        faster = self.tokens_per_second / self.rows_tokens_per_second
+        mesh = " ".join(f"--mesh.{x} {n}" for x, n in self.mesh.degrees.items() if n > 1)
+        flags, held = " ".join(["--data.batches documents", *filter(None, [mesh])]), self.held
+        return (
+            f"In rows, {self.rows_tokens_per_second:,.0f} tokens of documents in a second; "
+            f"{faster:.2f} times as many with each document on as few GPUs as hold it "
+            f"({flags}): {held.alone / held.tokens:.0%} of the tokens are sent nowhere, "
+            f"{held.padding:.1%} of the places are padding, and the busiest GPU works "
+            f"{held.balance:.2f} times the mean."
+        )
 
 
 def read_lengths(given: str) -> np.ndarray:
@@ -76,6 +91,12 @@ def read_lengths(given: str) -> np.ndarray:
             f"--lengths {given}: each line must hold one number of at least 1. Correct the file."
         )
     return lengths
+
+
+def sample(lengths: np.ndarray) -> np.ndarray:
+    """The lengths of at most 10,000 of the documents, drawn without replacement."""
+    count = min(len(lengths), _DRAWN)
+    return np.random.default_rng(0).choice(lengths, count, replace=False)
 
 
 def cut(lengths: np.ndarray, longest: int) -> np.ndarray:
@@ -131,23 +152,36 @@ def forecast(found: Candidates, lengths: np.ndarray) -> DocumentForecast | None:
         for mesh in found.best(ours & found.mask(lambda s, n=count: s.sequence == n))
         if mesh.fits
     ]
-    if not meshes:
-        return None
+    return forecasts(found, lengths, meshes)[0] if meshes else None
+
+
+def forecasts(
+    found: Candidates, lengths: np.ndarray, meshes: Sequence[Prediction]
+) -> list[DocumentForecast]:
+    """What is predicted for whole documents on meshes whose rows are not much slower than others.
+
+    Args:
+        found: the candidates of rows.
+        lengths: tokens of documents, none of which is longer than a row.
+        meshes: at least one of these candidates.
+
+    Returns:
+        The forecasts, the fastest first.
+    """
     fastest = min(mesh.seconds for mesh in meshes)
-    tried = [
-        _on_mesh(found, mesh, lengths) for mesh in meshes if mesh.seconds <= _SLOWEST * fastest
-    ]
-    speed, mesh, held = max(tried, key=lambda x: x[0])
     rows = found.call.seq_len * found.call.batch / fastest
-    return DocumentForecast(
-        mesh=mesh, tokens_per_second=speed, rows_tokens_per_second=rows, held=held
-    )
+    tried = [
+        _on_mesh(found, mesh, lengths, rows)
+        for mesh in meshes
+        if mesh.seconds <= _SLOWEST * fastest
+    ]
+    return sorted(tried, key=lambda x: -x.tokens_per_second)
 
 
 def _on_mesh(
-    found: Candidates, mesh: Prediction, lengths: np.ndarray
-) -> tuple[float, Prediction, PartSummary]:
-    """Tokens per second of whole documents on a mesh, and what the parts hold."""
+    found: Candidates, mesh: Prediction, lengths: np.ndarray, rows_tokens_per_second: float
+) -> DocumentForecast:
+    """What is predicted for whole documents on a mesh."""
     call, data, tensor = found.call, mesh.degrees["data"], mesh.degrees["tensor"]
     devices = found.cluster.num_gpus // tensor
     longest = devices // data
@@ -172,7 +206,7 @@ def _on_mesh(
         whole = replace(call, seq_len=c * share, batch=rows, visible={rows: visible})
         options = replace(
             found.options,
-            degrees={"data": rows, "tensor": tensor},
+            degrees=mesh.degrees if c == longest else {"data": rows, "tensor": tensor},
             zero=(mesh.savings.zero,),
             remat=(mesh.savings.remat,),
             offload=(mesh.savings.offload,),
@@ -182,7 +216,12 @@ def _on_mesh(
         alone = Candidates(found.cluster, whole, options)
         part = alone.best(np.ones(len(alone.seconds), bool))[0]
         seconds += count * (part.seconds - _once(part))
-    return held.tokens / seconds, mesh, held
+    return DocumentForecast(
+        mesh=mesh,
+        tokens_per_second=held.tokens / seconds,
+        rows_tokens_per_second=rows_tokens_per_second,
+        held=held,
+    )
 
 
 def _once(step: Prediction) -> float:

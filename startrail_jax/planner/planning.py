@@ -180,7 +180,7 @@ class Plan:
                 f"{self.frugal.label}; {describe(self.frugal)}."
             )
         if self.documents is not None:
-            lines.append(_of_documents(self.documents))
+            lines.append(self.documents.comparison)
         lines += ["", self.command, *remarks(self.call, self.cluster)]
         return [*lines, "", columns]
 
@@ -192,20 +192,6 @@ def describe(choice: Prediction) -> str:
     words += ["offload"] * savings.offload
     words += [f"tile {choice.tile}"] * (choice.tile is not None)
     return ", ".join(words)
-
-
-def _of_documents(found: DocumentForecast) -> str:
-    """What whole documents change, and the flags for them."""
-    faster = found.tokens_per_second / found.rows_tokens_per_second
-    mesh = " ".join(f"--mesh.{x} {n}" for x, n in found.mesh.degrees.items() if n > 1)
-    held = found.held
-    return (
-        f"In rows, {found.rows_tokens_per_second:,.0f} tokens of documents in a second; "
-        f"{faster:.2f} times as many with each document on as few GPUs as hold\nit "
-        f"(--data.batches documents {mesh}): {held.alone / held.tokens:.0%} of the tokens are sent "
-        f"nowhere, {held.padding:.1%} of the places are padding, and the busiest GPU works "
-        f"{held.balance:.2f} times the mean."
-    )
 
 
 _WAITS = {

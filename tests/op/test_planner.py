@@ -588,10 +588,12 @@ SLOW_PORTS = dict(
 )
 
 
-def test_documents_as_long_as_rows_take_as_long_as_rows(tmp_path):
+@pytest.mark.parametrize("given", [{}, {"ring": 16}], ids=str)
+def test_documents_as_long_as_rows_take_as_long_as_rows(tmp_path, given):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("131072\n" * 40)
-    options = Search(zero=(0,), remat=("full",), degrees=dict(data=1, tensor=1), memory_fraction=1)
+    degrees = dict(data=1, tensor=1, **given)
+    options = Search(zero=(0,), remat=("full",), degrees=degrees, memory_fraction=1)
     asked = dict(seq_len="128K", batch=1, options=options, **SLOW_PORTS)
     gpu = dataclasses.replace(GPUS["h100"], memory_bytes=2**42)
     found = st.plan(**{**asked, "gpu": gpu}, lengths=str(lengths))
