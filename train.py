@@ -91,7 +91,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
 
     # Mesh, of the devices of all processes.
     task = TASKS[config.kind]
-    plan = None if config.plan == "off" else Planner(config, lambda: task.make_objective(config))
+    plan = None if config.plan == "off" else Planner(config, task)
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens

@@ -360,9 +360,10 @@ class TrainConfig:
 
     plan: Literal["off", "show", "use"] = "off"
     """What to do with a prediction of the fastest mesh (docs/planner.md): "use" trains with it, and
-    "show" prints the ranking and ends. Links and kernels of the devices are measured first. Degrees
-    that are given stay as they are, where those of data, head and tensor count as given above 1. A
-    run that goes on keeps its mesh."""
+    "show" prints the ranking and ends. Links and kernels of the devices are measured first, and
+    data whose batches are whole documents are opened for their lengths. Degrees that are given stay
+    as they are, where those of data, head and tensor count as given above 1. A run that goes on
+    keeps its mesh."""
 
     steps: int
     """Number of optimizer steps."""

@@ -16,16 +16,20 @@ import numpy as np
 
 import startrail_jax as st
 from startrail_jax.errors import InputError, UserError
+from startrail_jax.planner.documents import DocumentForecast, forecasts, sample, visible_shares
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.here import SHARE, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
 from startrail_jax.planner.search import REMAT, Candidates, Prediction, Search, no_setting
+from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
+from trainer.parallel.splits import check_parts
 from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
 from trainer.processes import gather
+from trainer.task import Task
 
 _SHOWN = 8
 
@@ -48,8 +52,8 @@ class Planner:
 
     config: TrainConfig
     """The run: model, batch, ZeRO, tile and a remat that it names stay as they are."""
-    make_objective: Callable[[], Objective]
-    """Gives its model and loss."""
+    task: Task[Any, Any]
+    """Gives its model, its loss, and the lengths of its documents."""
 
     def choose(self, devices: Sequence[Any]) -> PlannedMesh:
         """Measures the devices, and chooses.
@@ -59,8 +63,9 @@ class Planner:
 
         Raises:
             ValueError: if no mesh of so many devices suits the run, or its optimizer is Muon.
+            OSError: if the data of a run on whole documents cannot be read.
         """
-        config, begin = self.config, time.perf_counter()
+        config = self.config
         if config.optimizer.kind == "muon":
             raise InputError(
                 f"--plan needs optimizer.kind='adamw'; got --plan {config.plan} and "
@@ -68,6 +73,8 @@ class Planner:
                 "--plan, and give the mesh by --mesh flags: --optimizer.kind adamw --plan show "
                 "ranks them."
             )
+        lengths = self._lengths() if config.whole_documents else None
+        begin = time.perf_counter()
         cluster = measure_cluster(
             devices,
             devices_per_node=config.mesh.devices_per_node,
@@ -80,12 +87,16 @@ class Planner:
         share = _describe_limit(limit, devices[0].platform, cluster.gpu.memory_bytes)
         lines = [f"plan: measured in {show_seconds(seconds)}: {_describe(cluster)}; {share}"]
         count = _SHOWN if config.plan == "show" else 2
-        found = self.forecasts(cluster, count, limit)
+        if lengths is None:
+            found = self.forecasts(cluster, count, limit)
+            described = [_describe_forecast(x, config.accumulation) for x in found]
+        else:
+            whole = self.document_forecasts(cluster, lengths, count, limit)
+            found = [x.mesh for x in whole]
+            described = list(map(_describe_documents, whole))
+            lines.append(f"plan: {len(lengths):,} documents of the data. {whole[0].comparison}")
         names = ("the fastest", "the runner-up") if config.plan == "use" else range(1, _SHOWN + 1)
-        lines += [
-            f"plan: {name}: {_describe_forecast(x, config.accumulation)}"
-            for name, x in zip(names, found, strict=False)
-        ]
+        lines += [f"plan: {x}: {y}" for x, y in zip(names, described, strict=False)]
         if config.freezes:
             lines.append(
                 "plan: predicted seconds are those of training all weights, and this run trains "
@@ -113,11 +124,54 @@ class Planner:
         Raises:
             ValueError: if there is none.
         """
+        return self._found(cluster, count, limit, lambda mesh: mesh)[1]
+
+    def document_forecasts(
+        self, cluster: Cluster, lengths: np.ndarray, count: int, limit: int | None = None
+    ) -> list[DocumentForecast]:
+        """The same for whole documents: a mesh for each number of devices that share a row.
+
+        Args:
+            cluster: as for `forecasts`.
+            lengths: tokens of documents.
+            count: as for `forecasts`.
+            limit: as for `forecasts`.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        config = self.config
+        visible = visible_shares(lengths, config.num_tokens, config.batch_size)
+        candidates, meshes = self._found(
+            cluster,
+            cluster.num_gpus,
+            limit,
+            lambda mesh: cluster.num_gpus // (mesh.data * mesh.tensor),
+            visible=visible,
+        )
+        drawn = config.documents_drawn or 1
+        return forecasts(candidates, lengths, meshes, drawn)[:count]
+
+    def _lengths(self) -> np.ndarray:
+        """Tokens of some documents of the run."""
+        documents = self.task.open_data(self.config, Layout("contiguous", 1)).documents
+        assert documents is not None, "the task opens them where config.whole_documents"
+        return sample(documents.lengths)
+
+    def _found(
+        self,
+        cluster: Cluster,
+        count: int,
+        limit: int | None,
+        kind: Callable[[st.Degrees], Any],
+        **of_call: Any,
+    ) -> tuple[Candidates, list[Prediction]]:
+        """All candidates, and the fastest mesh of each of so many kinds that the run can have."""
         config = self.config
         limit = int(jax_share() * cluster.gpu.memory_bytes) if limit is None else limit
         batch = config.batch_size // config.accumulation
-        objective = self.make_objective()
-        call = Call(model=objective.sizes, seq_len=config.num_tokens, batch=batch)
+        objective = self.task.make_objective(config)
+        call = Call(model=objective.sizes, seq_len=config.num_tokens, batch=batch, **of_call)
         given = given_to_plan(config.mesh)
         options = Search(
             degrees=given,
@@ -133,7 +187,7 @@ class Planner:
         roomy = dataclasses.replace(
             cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=1 << 60)
         )
-        found: list[Prediction] = []
+        found: dict[Any, Prediction] = {}
         too_large: list[int] = []
         refusal: object = "what is left does not pass the checks of a step"
         try:
@@ -150,6 +204,8 @@ class Planner:
             sizes: dict[st.Degrees, tuple[str, int] | None] = {}
             for index in timed.ordered(np.ones(len(timed.row), bool)):
                 mesh = st.Degrees(**timed.degrees(index)[0])
+                if kind(mesh) in found:
+                    continue
                 if mesh not in sizes:
                     sizes[mesh] = self._size(objective, mesh, limit)
                 remat, size = sizes[mesh] or (None, 0)
@@ -158,13 +214,14 @@ class Planner:
                 if size > limit:
                     too_large.append(size)
                     continue
-                found.append(dataclasses.replace(timed.prediction(index), memory_bytes=size))
+                prediction = timed.prediction(index)
+                found[kind(mesh)] = dataclasses.replace(prediction, memory_bytes=size)
                 if len(found) == count:
                     break
+            if found:
+                return timed, list(found.values())
         except UserError as error:
             refusal = error
-        if found:
-            return found
         if too_large:
             refusal = (
                 f"the smallest step takes {min(too_large) / GIB:.3g} GiB of {limit / GIB:.3g} GiB"
@@ -179,6 +236,8 @@ class Planner:
     def _size(self, objective: Objective, mesh: st.Degrees, limit: int) -> tuple[str, int] | None:
         """What a run recomputes on a mesh, and the memory of a step; None if it cannot have it."""
         try:
+            if self.config.whole_documents:
+                check_parts(self.config, mesh)
             remat = chosen_remat(self.config, objective, mesh, limit)
             run = dataclasses.replace(self.config, remat=remat)
             return remat, footprint(run, objective, mesh).device_bytes
@@ -207,6 +266,15 @@ def _describe_forecast(found: Prediction, parts: int) -> str:
     return (
         f"{found.label} ({found.scheme}): predicted {seconds} a step, of which {waits} wait for "
         f"messages, and {found.memory_bytes / GIB:.3g} GiB"
+    )
+
+
+def _describe_documents(found: DocumentForecast) -> str:
+    """A line about a mesh for whole documents."""
+    mesh = found.mesh
+    return (
+        f"{mesh.label} ({mesh.scheme}): predicted {found.tokens_per_second:,.0f} tokens of "
+        f"documents in a second, and {mesh.memory_bytes / GIB:.3g} GiB"
     )
 
 

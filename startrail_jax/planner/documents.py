@@ -17,6 +17,7 @@ import numpy as np
 
 from startrail_jax.documents import DocumentCost, PartStream, PartSummary, summary
 from startrail_jax.errors import InputError
+from startrail_jax.planner.grid import all_settings
 from startrail_jax.planner.quantities import parse_count
 from startrail_jax.planner.search import Candidates, Prediction
 
@@ -156,7 +157,7 @@ def forecast(found: Candidates, lengths: np.ndarray) -> DocumentForecast | None:
 
 
 def forecasts(
-    found: Candidates, lengths: np.ndarray, meshes: Sequence[Prediction]
+    found: Candidates, lengths: np.ndarray, meshes: Sequence[Prediction], window: int = 4096
 ) -> list[DocumentForecast]:
     """What is predicted for whole documents on meshes whose rows are not much slower than others.
 
@@ -164,6 +165,7 @@ def forecasts(
         found: the candidates of rows.
         lengths: tokens of documents, none of which is longer than a row.
         meshes: at least one of these candidates.
+        window: as for `PartStream`.
 
     Returns:
         The forecasts, the fastest first.
@@ -171,7 +173,7 @@ def forecasts(
     fastest = min(mesh.seconds for mesh in meshes)
     rows = found.call.seq_len * found.call.batch / fastest
     tried = [
-        _on_mesh(found, mesh, lengths, rows)
+        _on_mesh(found, mesh, lengths, window, rows)
         for mesh in meshes
         if mesh.seconds <= _SLOWEST * fastest
     ]
@@ -179,7 +181,7 @@ def forecasts(
 
 
 def _on_mesh(
-    found: Candidates, mesh: Prediction, lengths: np.ndarray, rows_tokens_per_second: float
+    found: Candidates, mesh: Prediction, lengths: np.ndarray, window: int, rows: float
 ) -> DocumentForecast:
     """What is predicted for whole documents on a mesh."""
     call, data, tensor = found.call, mesh.degrees["data"], mesh.degrees["tensor"]
@@ -191,6 +193,7 @@ def _on_mesh(
         devices,
         share=share,
         parts_per_step=call.batch // data,
+        window=window,
         cost=cost,
         degrees=[c for c in range(1, longest + 1) if devices % c == 0],
     )
@@ -202,24 +205,26 @@ def _on_mesh(
         alike = (part for step in steps for part in step if part.c == c)
         most = [max(pairs[list(row)].sum() for row in part.rows) for part in alike]
         visible = float(np.mean(most) / _visible_pairs(np.array(c * share)))
-        rows = devices // c
-        whole = replace(call, seq_len=c * share, batch=rows, visible={rows: visible})
+        replicas = devices // c
+        whole = replace(call, seq_len=c * share, batch=replicas, visible={replicas: visible})
         options = replace(
             found.options,
-            degrees=mesh.degrees if c == longest else {"data": rows, "tensor": tensor},
+            degrees=mesh.degrees if c == longest else {"data": replicas, "tensor": tensor},
             zero=(mesh.savings.zero,),
             remat=(mesh.savings.remat,),
             offload=(mesh.savings.offload,),
             tiled=(False, True),
             baselines=False,
         )
-        alone = Candidates(found.cluster, whole, options)
+        given = all_settings(found.cluster, whole, given=options.degrees, published=False)
+        # Documents are on rings of several sizes, none of which is a double ring.
+        alone = Candidates(found.cluster, whole, options, given.take(given.inner == 1))
         part = alone.best(np.ones(len(alone.seconds), bool))[0]
         seconds += count * (part.seconds - _once(part))
     return DocumentForecast(
         mesh=mesh,
         tokens_per_second=held.tokens / seconds,
-        rows_tokens_per_second=rows_tokens_per_second,
+        rows_tokens_per_second=rows,
         held=held,
     )
 

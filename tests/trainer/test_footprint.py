@@ -223,6 +223,19 @@ def test_documents_are_a_fifth_array_of_the_batch():
 
 
 @pytest.mark.slow
+def test_parts_of_documents_are_in_memory_one_at_a_time():
+    def sizes(batch_size):
+        config = make_config(data=DataConfig(batches="documents"), batch_size=batch_size)
+        compiled = compile_gradients(make_program(config, STARTRAIL)).memory_analysis()
+        formula = footprint(config, STARTRAIL)
+        return formula.device_bytes - formula["batch"], compiled.temp_size_in_bytes
+
+    (formula, compiled), (same, of_four_times) = sizes(2), sizes(8)
+    assert formula == same
+    assert of_four_times == pytest.approx(compiled, rel=0.02)
+
+
+@pytest.mark.slow
 def test_only_vocabularies_are_large_weights_outside_of_the_layers():
     """A head or an embedding with its gradient; of a tied one the gradient arises in the loss."""
 

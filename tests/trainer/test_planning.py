@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -19,7 +20,7 @@ from startrail_jax.planner.search import REMAT
 from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
-from trainer.gpt.config import LoraConfig
+from trainer.gpt.config import DataConfig, LoraConfig
 from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
@@ -32,7 +33,7 @@ TWO_NODES = dataclasses.replace(ONE_NODE, nodes=2, gpus_per_node=4, ports=1)
 
 def planner(**changes):
     config = make_config(**{"plan": "use", **changes})
-    return Planner(config, lambda: TASKS[config.kind].make_objective(config))
+    return Planner(config, TASKS[config.kind])
 
 
 def found(cluster=ONE_NODE, count=4, **changes):
@@ -120,6 +121,40 @@ def test_remat_is_the_first_that_fits():
         )
         assert (mesh.savings.remat, mesh.memory_bytes) == (remat, size(remat))
     assert make_program(config, degrees).remat == "none"
+
+
+def documents(lengths, path, **changes):
+    """A plan of a run on documents of so many tokens, each 7 at its end."""
+    np.save(path, np.concatenate([[*[5] * n, 7] for n in lengths]).astype(np.uint16))
+    data = DataConfig(path=path, batches="documents", end_of_document=7)
+    return planner(data=data, **{"batch_size": 8, **changes})
+
+
+def test_a_plan_for_documents_knows_their_lengths(tmp_path):
+    """Where ports are slow, short ones are the faster for being whole; long ones are as fast."""
+    slow = dataclasses.replace(TWO_NODES, port_rate=1e5)
+    found = {}
+    for name, lengths in {"short": [9, 2, 14, 6] * 90, "long": [127] * 40}.items():
+        asked = documents(lengths, tmp_path / f"{name}.npy", mesh=MeshConfig(ring=8))
+        read = asked._lengths()
+        assert read.max() == max(lengths)
+        (found[name],) = asked.document_forecasts(slow, read, 4)
+    short, long = (x.tokens_per_second / x.rows_tokens_per_second for x in found.values())
+    assert short > 2
+    assert long == pytest.approx(1, abs=0.05)
+    assert found["short"].held.alone > 0.9 * found["short"].held.tokens
+
+
+def test_meshes_for_documents_are_those_that_can_run_them(tmp_path):
+    asked = documents([9, 127, 30] * 50, tmp_path / "tokens.npy")
+    whole = asked.document_forecasts(TWO_NODES, asked._lengths(), 8)
+    speeds = [x.tokens_per_second for x in whole]
+    assert len(whole) > 2
+    assert speeds == sorted(speeds, reverse=True)
+    assert len({x.mesh.degrees["data"] * x.mesh.degrees["tensor"] for x in whole}) == len(whole)
+    few_keys = dataclasses.replace(asked.config, mesh=MeshConfig(tensor=8))
+    with refused(InputError, "--plan use needs a mesh"):
+        Planner(few_keys, asked.task).document_forecasts(TWO_NODES, asked._lengths(), 1)
 
 
 SMALL_GPU = dataclasses.replace(GPUS["h100"], memory_bytes=1 << 16)
@@ -249,6 +284,20 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
     (tmp_path / MESH_FILE).write_text('{"degrees": {"ring": 8}, "order": ["ring"]}')
     with refused(InputError, "must hold the degrees of a run"):
         read_mesh(tmp_path)
+
+
+@pytest.mark.slow
+def test_train_plans_for_documents(measured, tmp_path, capsys):
+    asked = documents(np.arange(3, 90), tmp_path / "tokens.npy", devices=8, plan="show")
+    changes = dict(run_dir=tmp_path / "run", sample_length=0, steps=1)
+    config = dataclasses.replace(asked.config, **changes)
+    assert train(config).validation is None
+    shown = capsys.readouterr().out
+    assert "documents of the data. In rows, " in shown
+    best = re.search(r"plan: 1: (.*) \(.*tokens of documents in a second", shown)[1]
+    assert not (tmp_path / "run").exists()
+    assert len(train(dataclasses.replace(config, plan="use")).train) == 1
+    assert f"plan: the fastest: {best} (" in capsys.readouterr().out
 
 
 def test_train_shows_a_plan_and_makes_no_run(measured, tmp_path, capsys):

@@ -404,12 +404,6 @@ class GPTTrainConfig(TrainConfig):
                 f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
             )
-        if self.plan != "off" and self.whole_documents:
-            raise InputError(
-                "plan predicts batches of rows; got "
-                f"plan={self.plan!r} with data.batches='documents'. Use the mesh that `python -m "
-                "startrail_jax.plan --lengths FILE` names, or --data.batches rows."
-            )
         if self.lora.rank is not None and "gate" in self.lora.targets and self.model.mlp == "gelu":
             raise InputError(
                 "lora.targets must name projections of the model; got gate with model.mlp='gelu', "

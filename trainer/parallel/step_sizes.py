@@ -89,6 +89,9 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     Raises:
         ValueError: as `trainer.parallel.step.Program` on such a mesh.
     """
+    if config.whole_documents:  # Parts are computed one after another, as those of accumulation.
+        parts = max(config.batch_size // degrees.data, 1)
+        config = dataclasses.replace(config, accumulation=parts)
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
     attention = make_attention(mesh, config, objective)
     partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
