@@ -292,8 +292,8 @@ class Program:
         return self._over_all(jnp.sum(parts)), self._total_weight(batch)
 
     def _parts(self, batch: Any) -> Any:
-        """The parts of a batch that are computed one after another: [accumulation, b, ...]."""
-        parts = self.config.accumulation
+        """The parts of a batch of rows that are computed one after another: [parts, b, ...]."""
+        parts = self.config.accumulation if self.parts is None else self.parts.most
         return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
     def _local_sum(
