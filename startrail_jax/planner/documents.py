@@ -143,9 +143,11 @@ def forecast(found: Candidates, lengths: np.ndarray) -> DocumentForecast | None:
         lengths: tokens of documents, none of which is longer than a row.
 
     Returns:
-        The forecast; None if no setting of rows fits the memory.
+        The forecast; None if no setting of rows fits the memory and has key heads for all shards of
+        `tensor`, as documents need.
     """
-    ours = ~found.mask(lambda s: s.published)
+    kv_heads = found.call.model.kv_heads
+    ours = ~found.mask(lambda s: s.published | (kv_heads % s.tensor > 0))
     counts = sorted({int(n) for step, _ in found.kinds for n in step.settings.sequence})
     meshes = [
         mesh

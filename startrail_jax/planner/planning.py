@@ -68,7 +68,7 @@ class Plan:
     fits."""
     documents: DocumentForecast | None
     """The same for whole documents, each on few GPUs, if their lengths were given; None if not, or
-    if nothing fits."""
+    if no setting for them fits."""
     num_settings: int
     """Settings of the degrees and of the order of the axes."""
     num_candidates: int

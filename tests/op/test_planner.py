@@ -615,6 +615,16 @@ def test_short_documents_are_faster_whole_where_bytes_bind(tmp_path):
     assert json.loads(json.dumps(found.as_dict()))["documents"]["held"]["tokens"] > 0
 
 
+def test_no_mesh_for_documents_has_more_tensor_shards_than_key_heads(tmp_path):
+    """train.py refuses documents on such a mesh, and takes rows."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("4000\n" * 99)
+    asked = dict(seq_len="64K", batch=4, lengths=str(lengths), **SLOW_PORTS)
+    assert SLOW_PORTS["model"].kv_heads == 8
+    assert st.plan(options=Search(degrees=dict(tensor=8)), **asked).documents is not None
+    assert st.plan(options=Search(degrees=dict(tensor=16)), **asked).documents is None
+
+
 def test_share_of_pairs_that_documents_leave():
     lengths = np.array([5, 3, 9, 1, 14, 2, 6, 8])
     shares = visible_shares(lengths, seq_len=4, batch=4)
