@@ -101,7 +101,7 @@ class Links:
         zero = np.zeros(len(self.settings))
         return sum(map(self.cost, moves), Cost(seconds=zero, across=zero, inside=zero))
 
-    def over_replicas(self, kind: str, size: np.ndarray) -> Cost:
+    def over_replicas(self, kind: str, size: np.ndarray | int) -> Cost:
         """A collective among all devices that have different tokens, as ZeRO's.
 
         Args:

@@ -309,7 +309,8 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
         if sizes.zero >= 2 or phase == LOSS:
             size = FLOAT32 * elements
             if sizes.zero < 2:
-                size = size * (sizes.tile < sizes.tokens // sizes.degrees.tensor)
+                tiled = sizes.tile < sizes.tokens // sizes.degrees.tensor
+                size = np.multiply(size, tiled, dtype=np.int64)
             yield Part(name=f"gradient of {name}, whole", size=size, exact=False, phase=phase)
 
 

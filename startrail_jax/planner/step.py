@@ -142,7 +142,7 @@ class Step:
         if level == 1:
             gather = self._gathered(self.whole_elements).seconds
             return gather + self._summed(self.whole_elements, whole=False).seconds
-        other = np.full(len(self.settings), self.call.model.other_elements)
+        other = self.call.model.other_elements
         hides = self.cluster.overlaps
         gather = self._gathered(self.layer_elements).seconds
         scatter = self._summed(self.layer_elements, whole=False).seconds
@@ -194,11 +194,11 @@ class Step:
         received, inside = 2 * size * (parts - 1) / parts, self._links.inside["tensor"]
         return self._links.collective("all_reduce", parts, inside, received)
 
-    def _gathered(self, elements: np.ndarray) -> Cost:
+    def _gathered(self, elements: np.ndarray | int) -> Cost:
         """The weights of all devices brought together, in the type in which they are used."""
         return self._links.over_replicas("all_gather", self.call.model.itemsize * elements)
 
-    def _summed(self, elements: np.ndarray, *, whole: bool) -> Cost:
+    def _summed(self, elements: np.ndarray | int, *, whole: bool) -> Cost:
         """Gradients summed over all devices, each of which gets all of them or its own part."""
         kind = "all_reduce" if whole else "reduce_scatter"
         return self._links.over_replicas(kind, _FLOAT32 * elements)
@@ -256,7 +256,7 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
     model, tensor = call.model, settings.tensor
 
     def taken(size: int) -> np.ndarray:
-        return (tensor > 1) | (size % settings.replicas > 0)
+        return ((tensor > 1) | (size % settings.replicas > 0)).astype(np.int64)
 
     out = taken(model.heads) * (model.width * model.heads * model.head_dim)
     down = taken(model.mlp_width) * (model.width * model.mlp_width)

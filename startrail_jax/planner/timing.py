@@ -112,7 +112,8 @@ class Timing:
                 (x.share.query_tokens, x.share.query_bytes, x.share.key_value_bytes,
                  x.traveller == "query")
                 for x in self._forms
-            ]
+            ],
+            np.int64,
         )  # fmt: skip
         self._tokens, query, keys, travel = of_forms[self._form].T
         self._query, self._keys = query * self._factor, keys * self._factor
@@ -252,7 +253,7 @@ class Timing:
             for i, total in enumerate((of_keys, of_gradients)):
                 those = permutes[i::2]
                 receivers = _receivers(those, ranks, sequence)
-                sizes = np.array([x.sent_bytes for x in those])
+                sizes = np.array([x.sent_bytes for x in those], float)
                 sent = factor[mine] * links.of_pairs(mine, receivers, sizes)
                 moves[i, :2, mine] = sent.T
                 moves[i, 2, mine] = len(those)
