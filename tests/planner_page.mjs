@@ -144,6 +144,10 @@ async function useControls(page) {
   await page.setInputFiles("#file", { name: "config.json", mimeType: "application/json", buffer: Buffer.from(JSON.stringify(GEMMA)) });
   await page.waitForFunction(() => document.getElementById("terminal").textContent.includes("FOLDER"));
   assert.equal((await settled(page)).model.head_dim, GEMMA.head_dim);
+  await page.fill("#nodes", "256");
+  await page.locator("#nodes").blur();
+  await page.waitForFunction(() => document.getElementById("rings-scheme").textContent.includes("1024 GPUs are too many to draw"));
+  assert.ok(await page.locator("figure").isHidden());
   await page.fill("#batch", "0");
   await page.locator("#batch").blur();
   assert.match(await settled(page), /--batch must be a positive whole number; got .0./);

@@ -119,8 +119,9 @@ def forward_pass(found: Plan, choice: Prediction) -> dict[str, Any]:
 
     Returns:
         `devices`: number, ring, group, team and head index of each GPU; GPUs are numbered node by
-        node. `moves`: pairs of (sender, receiver), one after another in a flat list. `stages`:
-        text, what is sent, and number of the move, or None where nothing is sent.
+        node. `moves`: pairs of (sender, receiver), one after another in a flat list. `hops`:
+        the numbers of the moves round the rings. `stages`: text, what is sent, and number of the
+        move, or None where nothing is sent.
     """
     number = _numbers(found, choice)
     moves: list[list[int]] = []
@@ -159,7 +160,8 @@ def forward_pass(found: Plan, choice: Prediction) -> dict[str, Any]:
             add(*other)
     places = np.indices(number.shape).reshape(4, -1).T.tolist()
     devices = [[n, *place] for n, place in zip(number.ravel().tolist(), places, strict=True)]
-    return {"devices": devices, "moves": moves, "stages": stages}
+    hops = [move for move, _ in turns.values()]
+    return {"devices": devices, "moves": moves, "hops": hops, "stages": stages}
 
 
 def _numbers(found: Plan, choice: Prediction) -> np.ndarray:

@@ -69,10 +69,13 @@ async function work() {
       else await fill(cells.shift());
     }
   } catch (error) {
+    document.body.setAttribute("aria-busy", "false");
     say(`The planner failed: ${error.message}`, true);
   }
   busy = false;
 }
+
+const isBusy = () => document.body.getAttribute("aria-busy") === "true";
 
 function change(changes) {
   state = { ...state, ...changes };
@@ -209,7 +212,7 @@ function showPlan() {
       make("small", { textContent: `${(100 * choice.mfu).toFixed(1)} % of peak, ${(choice.memory_bytes / GIB).toFixed(1)} GiB` +
         (choice.fits ? "" : ": DOES NOT FIT") }));
     const title = make("div", { className: "name" }, name, make("small", { textContent: labels[i] }));
-    const button = make("button", { type: "button", onclick: () => choose(i) }, title, chart, figures);
+    const button = make("button", { type: "button", onclick: () => isBusy() || choose(i) }, title, chart, figures);
     return make("li", {}, button);
   };
   $("ranked").replaceChildren(...plan.ranked.map((choice, i) => row(choice, i, choice.scheme)));
@@ -294,6 +297,7 @@ async function start() {
   showState();
   connect();
   if (location.protocol === "file:") {
+    document.body.setAttribute("aria-busy", "false");
     return say("Browsers run Python only on pages that a web server sends. In the folder of the documentation, run\n" +
       "python -m http.server\nand open http://localhost:8000/planner_page/", true);
   }
@@ -312,6 +316,7 @@ async function start() {
     history.replaceState(null, "", linkOf(state));
     await work();
   } catch (error) {
+    document.body.setAttribute("aria-busy", "false");
     say(`The planner could not start: ${error.message}`, true);
   }
 }

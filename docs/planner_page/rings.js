@@ -43,16 +43,18 @@ class Rings {
     Object.assign(this, { gpus, radius });
     for (const [cx, cy] of centres) svg("circle", { class: "node", cx, cy, r: node }, this.element);
     const path = (numbers) => "M" + numbers.map((n) => gpus[n].map((x) => x.toFixed(1)).join(",")).join("L");
-    const along = (same, members) => {
-      const sets = {};
-      for (const device of pass.devices) (sets[same.map((i) => device[i])] ||= []).push(device[0]);
-      return Object.values(sets).filter((set) => set.length > 1).map((set) => path(set) + (members ? "" : "Z")).join("");
-    };
     // Of a device: number, ring, group, team, head.
-    svg("path", { class: "teams", d: along([1, 2, 4], true), "stroke-width": 2.5 * radius }, this.element);
-    const width = Math.max(0.6, radius / 8), lines = along([2, 3, 4], false);
-    svg("path", { class: "ring", d: lines, "stroke-width": width }, this.element);
-    svg("path", { class: "ring one", d: `${lines.split("Z")[0]}Z`, "stroke-width": 3 * width }, this.element);
+    const sets = (same) => Object.values(Object.groupBy(pass.devices, (device) => same.map((i) => device[i]).join()))
+      .map((set) => set.map((device) => device[0]));
+    const teams = sets([1, 2, 4]).filter((team) => team.length > 1).map(path).join("");
+    svg("path", { class: "teams", d: teams, "stroke-width": 2.5 * radius }, this.element);
+    const width = Math.max(0.6, radius / 8), [one] = sets([2, 3, 4]);
+    for (const pairs of pass.hops.map((move) => pass.moves[move])) {
+      for (let i = 0; i < pairs.length; i += 2) {
+        const bold = one.includes(pairs[i]);
+        svg("path", { class: bold ? "ring one" : "ring", d: path([pairs[i], pairs[i + 1]]), "stroke-width": bold ? 3 * width : width }, this.element);
+      }
+    }
     this.lines = svg("path", { class: "lines", "stroke-width": Math.max(0.6, radius / 7) }, this.element);
     const active = new Set(pass.devices.map((device) => device[0]));
     gpus.forEach(([cx, cy], n) => {
