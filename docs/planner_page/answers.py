@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.planning import Plan, describe, plan
 from startrail_jax.planner.quantities import show_bytes
 from startrail_jax.planner.search import Prediction, Search
-from startrail_jax.rings.sizes import Sizes
-from startrail_jax.rings.transfers import Steps, Transfer
+from startrail_jax.planner.timing import steps_of
+from startrail_jax.rings.transfers import Transfer
 
 # Step of the schedule, and roles of the axes over which it goes -> text, and what is sent.
 _TEXTS = {
@@ -136,8 +137,10 @@ def forward_pass(found: Plan, choice: Prediction) -> dict[str, Any]:
         return len(moves) - 1
 
     ring = choice.degrees["ring"]
+    options = Options(inner=choice.inner, published=choice.published)
+    steps = steps_of(found.call, Degrees(**choice.degrees), options)
     turns, others = {}, []
-    for x in _steps(found, choice).in_rings()[0]:
+    for x in replace(steps, offsets=range(ring)).in_rings()[0]:
         if x.step.endswith("ring"):
             turns[x.step] = (move_of(x), x.received_bytes / len(x.hops))
         elif x.tensor_bytes:
@@ -172,30 +175,6 @@ def _numbers(found: Plan, choice: Prediction) -> np.ndarray:
     strides = Placement(Settings(**columns), found.cluster).strides
     shape = [choice.degrees[role] for role in SEQUENCE_ROLES]
     return np.tensordot([int(strides[role][0]) for role in SEQUENCE_ROLES], np.indices(shape), 1)
-
-
-def _steps(found: Plan, choice: Prediction) -> Steps:
-    """What the attention of a layer sends."""
-    degrees = Degrees(**choice.degrees)
-    model, tokens = found.call.model, int(found.call.padded(degrees.sequence))
-    sizes = Sizes(
-        batch=found.call.batch,
-        query_tokens=tokens,
-        key_tokens=tokens,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        value_head_dim=model.head_dim,
-        dtype="float32" if model.itemsize == 4 else "bfloat16",
-        packed=False,
-    )
-    return Steps(
-        degrees=degrees,
-        share=sizes.share(degrees),
-        kv_heads=model.kv_heads,
-        offsets=range(degrees.ring),
-        options=Options(inner=choice.inner, published=choice.published),
-    )
 
 
 def _pairs(number: np.ndarray, transfer: Transfer) -> list[int]:

@@ -99,7 +99,6 @@ async function plan() {
   if (found.error) return say(found.error, true);
   const seconds = ((performance.now() - began) / 1000).toFixed(2);
   say(`${found.plan.num_candidates.toLocaleString("en")} settings were timed in ${seconds} s.`);
-  $("status").dataset.seconds = seconds;
   answer = found;
   showPlan();
   await choose(0);
@@ -156,9 +155,9 @@ function connect() {
   }
   addEventListener("hashchange", () => location.hash !== linkOf(state) && change(fromLink()));
   const copy = async (text) => {
-    await navigator.clipboard.writeText(text);
-    $("copied").textContent = "Copied.";
-    setTimeout(() => ($("copied").textContent = ""), 2000);
+    const copied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+    $("copied").textContent = copied ? "Copied." : "The browser forbids this page to copy: select the text instead.";
+    setTimeout(() => ($("copied").textContent = ""), 4000);
   };
   for (const button of document.querySelectorAll("[data-copies]")) {
     button.addEventListener("click", () => copy($(button.dataset.copies).textContent));
@@ -231,13 +230,13 @@ async function choose(i) {
   document.querySelectorAll(".bars button").forEach((button, j) => button.setAttribute("aria-pressed", j === i));
   const { ring, group, team, head, data, tensor } = choice.degrees, devices = ring * group * team * head;
   const { nodes, gpus_per_node } = plan.cluster, all = nodes * gpus_per_node;
-  const count = devices / ring;
-  $("rings-scheme").textContent = `${choice.scheme}: ` + (ring > 1
-    ? `${count} ring${count > 1 ? "s" : ""} of ${ring} GPUs, ${ring - 1} hops; Ring Attention has one ring of ${devices} GPUs, ${devices - 1} hops.`
-    : `no ring; Ring Attention has one ring of ${devices} GPUs, ${devices - 1} hops.`);
+  const own = ring === 1 ? "no ring" : `${devices / ring} ring${devices > ring ? "s" : ""} of ${ring} GPUs, ${ring - 1} hops`;
+  const there = `Ring Attention would have one ring of ${devices} GPUs, ${devices - 1} hops`;
+  $("rings-scheme").textContent = `${choice.scheme}: ` +
+    (devices === 1 ? "attention sends nothing." : ring === devices ? `${own}.` : `${own}. ${there}.`);
   const tooMany = all > MOST_DRAWN;
   document.querySelector("figure").hidden = tooMany;
-  if (tooMany) return ($("rings-scheme").textContent += ` ${all} GPUs are too many to draw: choose fewer than ${MOST_DRAWN}.`);
+  if (tooMany) return ($("rings-scheme").textContent += ` ${all} GPUs are too many to draw: choose at most ${MOST_DRAWN}.`);
   const notes = ["A forward pass of the attention of one layer, on the GPUs as the mesh places them."];
   if (data * tensor > 1) notes.push(`The pale GPUs do the same for ${data > 1 ? "other sequences" : ""}${data > 1 && tensor > 1 ? " and " : ""}${tensor > 1 ? "other heads" : ""}.`);
   if (plan.model.windows.some((x) => x !== null)) notes.push("Layers with a window may send only the keys that the window shows.");

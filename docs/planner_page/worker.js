@@ -4,7 +4,7 @@ importScripts("pyodide/pyodide.js");
 
 const ready = (async () => {
   const say = (text) => postMessage({ progress: text });
-  say("Loading Python, about 6 MB over the network …");
+  say("Loading Python: 15 MB, or 8 MB where the server compresses files …");
   const packed = Object.fromEntries(["numpy.zip", "planner.zip"].map((name) => [name, fetch(name)]));
   const python = await loadPyodide({ indexURL: "pyodide/" });
   // This build of NumPy asks the C library who calls it, to reuse large temporary arrays, and WebAssembly

@@ -97,10 +97,10 @@ class Timing:
         self._rows = np.split(np.argsort(self._form), np.cumsum(np.bincount(self._form))[:-1])
         """The settings of each form."""
         self._forms = [
-            self._steps(
+            steps_of(
+                call,
                 Degrees(**dict(zip(ROLES, degrees, strict=True))),
-                inner=inner,
-                published=bool(published),
+                replace(options, inner=inner, published=bool(published)),
             )
             for *degrees, inner, published in zip(
                 *(vars(settings)[x][first].tolist() for x in (*ROLES, "inner", "published")),
@@ -126,28 +126,6 @@ class Timing:
         self._sparse = {window: self._where_fewer(window) for window in windows if window}
 
     # What is sent.
-
-    def _steps(self, degrees: Degrees, **kind: Any) -> Steps:
-        """What is sent in each step with these degrees and this kind of ring."""
-        model, length = self.call.model, int(self.call.padded(degrees.sequence))
-        sizes = Sizes(
-            batch=self.call.batch,
-            query_tokens=length,
-            key_tokens=length,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            value_head_dim=model.head_dim,
-            dtype="float32" if model.itemsize == _FLOAT32 else "bfloat16",
-            packed=False,
-        )
-        return Steps(
-            degrees=degrees,
-            share=sizes.share(degrees),
-            kv_heads=model.kv_heads,
-            offsets=(),
-            options=_with(self._options, **kind),
-        )
 
     def _round_trips(self, window: int | None) -> _Turns:
         """What a layer sends round the rings, of which a window may leave rounds out."""
@@ -240,7 +218,8 @@ class Timing:
             plan = plan_sparse(mask, layout, tokens) if ranks > 1 else None
             if plan is None:
                 continue
-            steps = self._steps(Degrees(ring=ranks, data=data, tensor=tensor))
+            degrees = Degrees(ring=ranks, data=data, tensor=tensor)
+            steps = steps_of(self.call, degrees, self._options)
             both = steps.sparse(plan, forward=True, backward=True)
             mine = (kind == number) & ~s.published
             mine &= sum(x.received_bytes for x in both) * factor < rings
@@ -426,6 +405,35 @@ def _alike(
     _, first, form = np.unique(number, return_index=True, return_inverse=True)
     parts = settings.data * settings.tensor
     return first, form, parts[first][form] / parts
+
+
+def steps_of(call: Call, degrees: Degrees, options: Options) -> Steps:
+    """What each step of the attention of a layer sends, but for the rounds of its ring.
+
+    Args:
+        call: the model, its tokens and its batch.
+        degrees: the degrees of the mesh.
+        options: the options of attention.
+    """
+    model, length = call.model, int(call.padded(degrees.sequence))
+    sizes = Sizes(
+        batch=call.batch,
+        query_tokens=length,
+        key_tokens=length,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        value_head_dim=model.head_dim,
+        dtype="float32" if model.itemsize == _FLOAT32 else "bfloat16",
+        packed=False,
+    )
+    return Steps(
+        degrees=degrees,
+        share=sizes.share(degrees),
+        kv_heads=model.kv_heads,
+        offsets=(),
+        options=options,
+    )
 
 
 def _with_rounds(steps: Steps, window: int | None) -> Steps:

@@ -100,16 +100,3 @@ def test_packed_planner_needs_no_jax_and_plans_as_the_package(tmp_path):
     assert "planner.zip" in place
     wanted = json.loads(json.dumps(plan(**CLUSTER).as_dict()))
     assert json.loads(answer)["plan"] == wanted
-
-
-def test_config_of_the_user_is_planned_and_a_mistake_is_told(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = dict(model_type="llama", hidden_size=512, num_hidden_layers=2, vocab_size=1000)
-    config |= dict(num_attention_heads=8, intermediate_size=1024)
-    asked = {**CLUSTER, "model": "config.json", "config": json.dumps(config)}
-    found = json.loads(answers.answer(json.dumps(asked)))
-    assert found["plan"]["model"]["width"] == 512
-    assert "--init-from FOLDER" in found["plan"]["command"]
-    assert json.loads(answers.fastest(json.dumps(asked)))["fits"]
-    wrong = json.loads(answers.answer(json.dumps({**CLUSTER, "nodes": "0"})))
-    assert "--nodes" in wrong["error"]
