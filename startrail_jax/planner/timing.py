@@ -100,7 +100,7 @@ class Timing:
             steps_of(
                 call,
                 Degrees(**dict(zip(ROLES, degrees, strict=True))),
-                replace(options, inner=inner, published=bool(published)),
+                _with(options, inner=inner, published=bool(published)),
             )
             for *degrees, inner, published in zip(
                 *(vars(settings)[x][first].tolist() for x in (*ROLES, "inner", "published")),
