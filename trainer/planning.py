@@ -27,7 +27,7 @@ from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.degrees import given_order, given_to_plan
 from trainer.parallel.splits import check_parts
-from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
+from trainer.parallel.step_sizes import chosen_step, step_limit
 from trainer.processes import gather
 from trainer.task import Task
 
@@ -238,9 +238,8 @@ class Planner:
         try:
             if self.config.whole_documents:
                 check_parts(self.config, mesh)
-            remat = chosen_remat(self.config, objective, mesh, limit)
-            run = dataclasses.replace(self.config, remat=remat)
-            return remat, footprint(run, objective, mesh).device_bytes
+            remat, size = chosen_step(self.config, objective, mesh, limit)
+            return remat, size.device_bytes
         except UserError:
             return None
 

@@ -189,11 +189,12 @@ def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch):
     """All of them are looked at, however many there are."""
     sizes = []
 
-    def footprint(config, objective, degrees):
+    def chosen_step(config, objective, degrees, limit):
         sizes.append(degrees)
-        return SimpleNamespace(device_bytes=len(sizes) if given is None else degrees != given)
+        size = len(sizes) if given is None else degrees != given
+        return REMAT[-1], SimpleNamespace(device_bytes=size)
 
-    monkeypatch.setattr(planning, "footprint", footprint)
+    monkeypatch.setattr(planning, "chosen_step", chosen_step)
     many, given = dataclasses.replace(TWO_NODES, nodes=8), None
     asked = planner(batch_size=8, seq_len=256)
     with refused(InputError, "--plan use needs"):

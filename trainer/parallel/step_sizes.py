@@ -56,7 +56,16 @@ def step_limit(devices: Sequence[Any], whole: int | None = None) -> int:
 
 
 def chosen_remat(config: TrainConfig, objective: Objective, degrees: Degrees, limit: int) -> Remat:
-    """The `remat` that "auto" stands for: the first of the planner's whose step fits the memory.
+    """The `remat` that "auto" stands for: that of `chosen_step`. Another one stays as it is."""
+    if config.remat != "auto":
+        return config.remat
+    return chosen_step(config, objective, degrees, limit)[0]
+
+
+def chosen_step(
+    config: TrainConfig, objective: Objective, degrees: Degrees, limit: int
+) -> tuple[Remat, Footprint]:
+    """What a step recomputes, and its memory.
 
     Args:
         config: the run.
@@ -65,17 +74,20 @@ def chosen_remat(config: TrainConfig, objective: Objective, degrees: Degrees, li
         limit: bytes that a step may take on a device.
 
     Returns:
-        Its name; that of the config if this is not "auto". If no step fits, it is the one that
-        needs least memory.
+        The remat of the config, or for "auto" the first of the planner's whose step fits the
+        memory (if none does, the one that needs least); and the memory of the step with it.
+
+    Raises:
+        ValueError: as `step_sizes`.
     """
-    if config.remat != "auto":
-        return config.remat
-    levels = REMAT[:-1] if config.attention.keep_gathered else REMAT
-    for remat in levels:
-        size = footprint(dataclasses.replace(config, remat=remat), objective, degrees)
-        if size.device_bytes <= limit:
-            return remat
-    return levels[-1]
+    # Made once for all levels: this takes nearly all of the time, and no size depends on the remat.
+    sizes = step_sizes(config, objective, degrees)
+    known: Any = REMAT[:-1] if config.attention.keep_gathered else REMAT
+    levels = known if config.remat == "auto" else (config.remat,)
+    steps: list[tuple[Remat, Footprint]] = [
+        (remat, footprint_of(dataclasses.replace(sizes, remat=remat))) for remat in levels
+    ]
+    return next((step for step in steps if step[1].device_bytes <= limit), steps[-1])
 
 
 def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> StepSizes:
