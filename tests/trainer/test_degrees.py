@@ -212,7 +212,7 @@ def test_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys
     named = ", ".join(
         f"{role} {n}" for role, n in degrees_of(16, call=GQA, **gpt_8b_gqa().mesh.degrees).items()
     )
-    assert title.endswith(f"16 x h200: {named}")
+    assert f" 16 x h200: {named}; remat " in title
     *_, peak, formula = row.split()
     assert peak == formula
     with pytest.raises(SystemExit):
