@@ -346,8 +346,8 @@ class TrainConfig:
     ] = "auto"
     """What the backward pass of a layer recomputes: nothing ("none"), what is between matrix
     products ("products_saved"), that and the MLP ("projections_saved"), everything except attention
-    ("attention_saved"), or everything ("full"). The default, "auto", is the first of these whose
-    step fits the memory of the devices, by the estimate of docs/memory.md."""
+    ("attention_saved"), or everything ("full"). The default, "auto", is the first of these but
+    "none" whose step fits the memory of the devices, by the estimate of docs/memory.md."""
     offload: bool = False
     """Whether to move what `remat` saves to the memory of the host. Needs GPUs, and a `remat` other
     than "auto" and "none"."""

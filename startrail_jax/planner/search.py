@@ -19,7 +19,10 @@ from startrail_jax.planner.quantities import show_count
 from startrail_jax.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of
 from startrail_jax.planner.timing import Timing
 
-REMAT = ("none", "products_saved", "projections_saved", "attention_saved", "full")
+REMAT = ("products_saved", "projections_saved", "attention_saved", "full")
+"""What the backward pass of a layer may recompute, that of most memory first. With "none", it reads
+from memory what it would compute again, which is no faster (benchmarks/RESULTS.md, "A roofline of a
+compiled step")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ def check_options(options: Search) -> None:
         "--offload": (options.offload, (False, True)),
         "--tile": (options.tiled, (False, True)),
         "--zero": (options.zero, (0, 1, 2, 3)),
-        "--remat": (options.remat, REMAT),
+        "--remat": (options.remat, ("none", *REMAT)),
         "--gradient-dtype": ((options.gradient_dtype,), ("float32", "bfloat16")),
     }
     for flag, (given, known) in allowed.items():

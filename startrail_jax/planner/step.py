@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,7 @@ class Step:
         return {
             "attention": compute,
             "products": layers * 3 * layer + head,
-            "other kernels": self._between(savings.remat != "none"),
+            "other kernels": self._between,
             "recomputation": layers * again + repeats * forward.compute,
             "optimizer": _ADAM_BYTES * shard / self.cluster.gpu.memory_rate,
             "attention waits": waits,
@@ -170,18 +171,20 @@ class Step:
         flops = 2 * self.tokens * elements / self.settings.tensor
         return flops / (self.timing.speed * self.cluster.gpu.matrix_efficiency)
 
-    def _between(self, repeats: bool) -> np.ndarray:
+    @functools.cached_property
+    def _between(self) -> np.ndarray:
         """Seconds of the kernels between the matrix products, by the bytes that they move.
 
         In the forward pass of a layer, sums and norms read and write four arrays of the width for
         attention and four for the MLP; rotary positions move query and key, and the gate its hidden
-        channels. The backward pass moves twice as much. The loss writes float32 outputs, reads them
-        twice and writes their gradient.
+        channels. The backward pass moves twice as much, and as much again to recompute what the
+        forward pass has not saved, or to read what it has. The loss writes float32 outputs, reads
+        them twice and writes their gradient.
         """
         model, tensor = self.call.model, self.settings.tensor
         heads = 2 * (model.heads + model.kv_heads) * model.head_dim
         elements = 8 * model.width + (heads + model.mlp_matrices * model.mlp_width) / tensor
-        layers = model.layers * (3 + repeats) * elements * model.itemsize
+        layers = model.layers * 4 * elements * model.itemsize
         moved = self.tokens * (layers + 4 * _FLOAT32 * model.outputs / tensor)
         return moved / self.cluster.gpu.memory_rate
 

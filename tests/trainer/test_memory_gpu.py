@@ -157,7 +157,9 @@ def test_gpt_7b_fits_where_the_arithmetic_says(capsys):
     """The whole step of 512K tokens on 64 H200, compared with the estimate printed beside it."""
     benchmark.main(["gpt_7b", "--mesh.team", "4", "--memory", "--details"])
     title, _, columns, row, *details = capsys.readouterr().out.splitlines()
-    assert title == "gpt_7b, 524288 tokens, 64 x h200: group 4, ring 4, team 4; remat none"
+    assert (
+        title == "gpt_7b, 524288 tokens, 64 x h200: group 4, ring 4, team 4; remat products_saved"
+    )
     assert columns.split() == ["state", "rest", "host", "peak", "formula"]
     _, state, rest, host, peak, formula = row.split()
     # 12 bytes for each of 6.74e9 parameters, divided by 64 devices.

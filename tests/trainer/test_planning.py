@@ -115,12 +115,12 @@ def test_remat_is_the_first_that_fits():
     assert chosen(0) == "full"
     assert chosen(0, attention=AttentionConfig(keep_gathered=True)) == "attention_saved"
     # A plan takes what fits, too, and says the memory of that.
-    for remat in ("none", "projections_saved"):
+    for remat in ("products_saved", "attention_saved"):
         (mesh,) = planner(seq_len=2**14, zero=3, mesh=MeshConfig(ring=8)).forecasts(
             ONE_NODE, 1, size(remat)
         )
         assert (mesh.savings.remat, mesh.memory_bytes) == (remat, size(remat))
-    assert make_program(config, degrees).remat == "none"
+    assert make_program(config, degrees).remat == "products_saved"
 
 
 def documents(lengths, path, **changes):
