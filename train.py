@@ -1,6 +1,6 @@
 """Trains a GPT or a diffusion transformer (DiT) with sequence-parallel attention.
 
-    python train.py                             # gpt_tiny: StarTrail with C = 2, on any machine
+    python train.py                             # gpt_tiny, on any machine
     python train.py dit_digits                                    # then sample.py draws digits
     python train.py --mesh.team 1 --run-dir runs/ring             # Ring Attention
     python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json
@@ -91,7 +91,6 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
 
     # Mesh, of the devices of all processes.
     task = TASKS[config.kind]
-    plan = None if config.plan == "off" else Planner(config, task)
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens
@@ -103,7 +102,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             call=config.attention_call,
             folder=config.run_dir,
             may_differ=("allow_changes",),
-            plan=plan,
+            plan=Planner(config, task),
             prepare=preparation(config),
             saves_at_sigterm=True,
         ) as session,

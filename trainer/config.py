@@ -101,7 +101,9 @@ class MeshConfig:
     """Number of shards of the batch."""
     team: int | None = None
     """Number of devices in a team, which share their queries: C in the paper. The default sends few
-    bytes, through the ports of the nodes if there are several, and else between the devices."""
+    bytes, through the ports of the nodes if there are several, and else between the devices. If
+    team, group and ring are all left open, training inside one node of known GPUs takes the mesh
+    that is predicted to be the fastest (docs/planner.md); it may split the batch, heads and MLP."""
     group: int | None = None
     """Number of devices in a group, which gather the same keys and values. The default is the value
     of `team` if that is given, and is else chosen with it."""
@@ -363,7 +365,7 @@ class TrainConfig:
     "show" prints the ranking and ends. Links and kernels of the devices are measured first, and
     data whose batches are whole documents are opened for their lengths. Degrees that are given stay
     as they are, where those of data, head and tensor count as given above 1. A run that goes on
-    keeps its mesh."""
+    keeps its mesh. With "off", nothing is measured, and --mesh.team says what the default is."""
 
     steps: int
     """Number of optimizer steps."""

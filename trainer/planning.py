@@ -15,23 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 
 import startrail_jax as st
+from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UserError
 from startrail_jax.planner.documents import DocumentForecast, forecasts, sample, visible_shares
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.here import SHARE, jax_share, measure_cluster
+from startrail_jax.planner.here import SHARE, data_sheet_cluster, jax_share, measure_cluster
 from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
 from startrail_jax.planner.search import REMAT, Candidates, Prediction, Search, no_setting
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.degrees import given_order, given_to_plan
+from trainer.parallel.degrees import OPEN, choose_degrees, given_order, given_to_plan
 from trainer.parallel.splits import check_parts
 from trainer.parallel.step_sizes import chosen_step, step_limit
 from trainer.processes import gather
 from trainer.task import Task
 
 _SHOWN = 8
+_ADAPTERS = "predicted seconds are those of training all weights, and this run trains adapters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +100,63 @@ class Planner:
         names = ("the fastest", "the runner-up") if config.plan == "use" else range(1, _SHOWN + 1)
         lines += [f"plan: {x}: {y}" for x, y in zip(names, described, strict=False)]
         if config.freezes:
-            lines.append(
-                "plan: predicted seconds are those of training all weights, and this run trains "
-                "adapters"
-            )
+            lines.append(f"plan: {_ADAPTERS}")
         # All processes take the choice of the first.
         degrees, order = gather([found[0].degrees, found[0].order])[0]
         return PlannedMesh(
             degrees=st.Degrees(**degrees),
             order=given_order(config.mesh) or tuple(order),
             description=tuple(lines),
+        )
+
+    def default(self, devices: Sequence[Any]) -> PlannedMesh | None:
+        """The mesh of a run that asks for no plan; nothing is measured.
+
+        Inside one node of known GPUs, it is the fastest by their data sheet. There, kernels and the
+        memory decide how long a step takes, rather than bytes.
+
+        Args:
+            devices: those of all processes.
+
+        Returns:
+            The fastest mesh, or that of the fewest bytes if no mesh of the run is predicted to fit
+            the memory. None if nothing is predicted: where `data_sheet_cluster` finds no cluster,
+            and for one device, whole documents, Muon, or a given degree of team, group or ring.
+
+        Raises:
+            ValueError: if no mesh has so many devices.
+        """
+        config, mesh = self.config, self.config.mesh
+        if config.whole_documents or config.optimizer.kind == "muon" or len(devices) == 1:
+            return None
+        cluster = data_sheet_cluster(devices, devices_per_node=mesh.devices_per_node)
+        if cluster is None or any(mesh.degrees[role] is not None for role in OPEN):
+            return None
+        # In one node, no prediction depends on the order of the axes.
+        free = dataclasses.replace(config, mesh=dataclasses.replace(mesh, order=None))
+        limit = step_limit(devices, cluster.gpu.memory_bytes)
+        try:
+            found = dataclasses.replace(self, config=free).forecasts(cluster, 2, limit)
+        except InputError:
+            best = vars(choose_degrees(mesh, len(devices), config.attention_call))
+            line = (
+                "the one of the fewest bytes, since the planner finds none that suits the run and "
+                f"fits the {limit / GIB:.3g} GiB that jax has on a device"
+            )
+        else:
+            best = found[0].degrees
+            described = [
+                f"{x.label} ({x.scheme}), predicted {show_seconds(config.accumulation * x.seconds)}"
+                for x in found
+            ]
+            line = "; the runner-up: ".join(described)
+            line = f"the fastest by the data sheet of {cluster.gpu.name}: {line} a step"
+            line += f"; {_ADAPTERS}" if config.freezes else ""
+        return PlannedMesh(
+            # All processes take the choice of the first.
+            degrees=st.Degrees(**gather(best)[0]),
+            order=given_order(mesh) or ROLES,
+            description=(f"default mesh: {line}",),
         )
 
     def forecasts(self, cluster: Cluster, count: int, limit: int | None = None) -> list[Prediction]:

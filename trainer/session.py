@@ -94,7 +94,8 @@ def joined(
             may, since other machines have other folders.
         adapts: whether to use all devices, with default degrees, if the devices and degrees of the
             settings do not fit the devices that exist.
-        plan: chooses the mesh of a run that has none yet, instead of the fewest bytes.
+        plan: chooses the mesh of a run that has none yet. Without it, and where it makes no
+            choice, the fewest bytes decide.
         prepare: completes the run folder, in the first process while the others wait.
         saves_at_sigterm: see `trainer.processes.together`.
 
@@ -121,7 +122,8 @@ def joined(
         degrees = keep_degrees(mesh_config, len(devices), had, planned=order is not None)
         chosen = None
         if plan is not None and (degrees is None or plan.config.plan == "show"):
-            chosen = plan.choose(devices)
+            chosen = plan.default(devices) if plan.config.plan == "off" else plan.choose(devices)
+        if chosen is not None:
             degrees, order = chosen.degrees, chosen.order
         elif degrees is None or mesh_config.order is not None:
             order = None

@@ -8,7 +8,8 @@
     python benchmarks/compiled/run.py gpt_7b --zero 1 --arithmetic  # the same, nothing is compiled
     python benchmarks/compiled/run.py attention --mesh.ring 16 --inner 4   # forward and backward
 
-The mesh is the one that train.py takes for these flags. The command prints
+Degrees of team, group and ring that flags leave open are those of the fewest bytes inside one node
+(`choose_degrees`); train.py itself predicts seconds on GPUs that it knows. The command prints
 
 * the memory of one device in GiB: `state` are weights, optimizer and batch, `rest` is everything
   else that the step needs at a time, `host` waits in the host's memory, and `peak` is needed in

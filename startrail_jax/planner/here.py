@@ -135,6 +135,36 @@ def measure_cluster(
     )
 
 
+def data_sheet_cluster(
+    devices: Sequence[Any], *, devices_per_node: int | None = None
+) -> Cluster | None:
+    """The cluster at hand by the data sheet of its GPUs; nothing is measured.
+
+    Args:
+        devices: devices of all processes.
+        devices_per_node: as in `measure_cluster`.
+
+    Returns:
+        One node; None if there are several, if the devices are not all GPUs of one kind that the
+        planner knows, or if these are cards for PCI Express, which NVLink does not join.
+
+    Raises:
+        ValueError: if `devices_per_node` does not divide the number of devices.
+    """
+    kind, gpu = devices[0].device_kind, _known_gpu(devices[0])
+    if gpu is None or "PCIE" in kind.upper() or {x.device_kind for x in devices} != {kind}:
+        return None
+    if len(set(nodes_of(devices, devices_per_node))) > 1:
+        return None
+    return Cluster(nodes=1, gpus_per_node=len(devices), gpu=gpu, port_rate=math.inf, ports=1)
+
+
+def _known_gpu(device: Any) -> Gpu | None:
+    """The GPU that a device is, if its data sheet is known."""
+    kinds = (name for words, name in _KNOWN.items() if re.search(words, device.device_kind))
+    return next((GPUS[name] for name in kinds), None)
+
+
 Pairs = Sequence[tuple[int, int]]
 """Places of a sender and of a receiver among the devices."""
 
@@ -257,20 +287,18 @@ def timed(function: Callable[..., Any], *arguments: Any) -> float:
 def _kernels(links: _Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
     """What attention, matrix products and the memory of a device do, on all devices at once."""
     device = links.mesh.devices.flat[0]
-    kind = next((name for words, name in _KNOWN.items() if re.search(words, device.device_kind)),
-                None)  # fmt: skip
     is_cpu = device.platform == "cpu"
     dtype = "bfloat16" if itemsize == 2 else "float32"
     products = _product_rate(links, dtype, is_cpu)
     memory_rate = _memory_rate(links, is_cpu)
     rates = _attention_rates(links, head_dim, dtype, is_cpu, causal)
-    known = GPUS.get(kind or "")
+    known = _known_gpu(device)
     single = known.single_speed if known is not None and itemsize == 4 else 1.0
     memory = known.memory_bytes if known is not None else memory_of(device)
     # Of an unknown device, what its matrix products reach stands for the peak.
     peak = known.peak_flops * single if known is not None else products
     return Gpu(
-        name=kind or re.sub(r"\W+", "_", device.device_kind),
+        name=re.sub(r"\W+", "_", device.device_kind) if known is None else known.name,
         peak_flops=peak / single,
         # In whole MiB, which a float32 holds.
         memory_bytes=int(links.agreed(memory >> 20, np.min)) << 20,

@@ -23,7 +23,7 @@ from startrail_jax.planner import here
 from startrail_jax.planner.documents import visible_shares
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
-from startrail_jax.planner.here import LinkSpeed, _ports, measure_cluster
+from startrail_jax.planner.here import LinkSpeed, _ports, data_sheet_cluster, measure_cluster
 from startrail_jax.planner.memory import footprint_of
 from startrail_jax.planner.models import MODELS, ModelSizes
 from startrail_jax.planner.planning import plan_of
@@ -806,6 +806,53 @@ def test_measured_clusters_have_the_links_and_kernels_of_their_devices(monkeypat
     assert plan_of(where, asked, Search(offload=(False,))).winner.fits
     with refused(InputError, "got 2"):
         measure_cluster([SimpleNamespace(process_index=index) for index in (0, 0, 1)])
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def gpus_of(*kinds, nodes=1):
+    """Devices of so many nodes, which have one process each."""
+    return [
+        SimpleNamespace(device_kind=kind, process_index=node)
+        for node in range(nodes)
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (H100, "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80"),
+    ],
+)
+def test_one_node_of_known_gpus_has_the_figures_of_their_data_sheet(kind, name):
+    found = data_sheet_cluster(gpus_of(*[kind] * 4))
+    assert (found.nodes, found.gpus_per_node, found.gpu) == (1, 4, GPUS[name])
+    asked = Call(model=SMALL, seq_len=96, batch=2)
+    assert 0 < plan_of(found, asked, Search(offload=(False,))).winner.seconds < math.inf
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node"),
+    [
+        (gpus_of("cpu", "cpu"), None),
+        (gpus_of("NVIDIA L40S"), None),
+        (gpus_of("NVIDIA H100 PCIe", "NVIDIA H100 PCIe"), None),
+        (gpus_of("NVIDIA A100 80GB PCIe"), None),
+        (gpus_of("NVIDIA A100-PCIE-40GB"), None),
+        (gpus_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), None),
+        (gpus_of(H100, "NVIDIA H200"), None),
+        (gpus_of(H100, nodes=2), None),
+        (gpus_of(H100, H100), 1),
+    ],
+)
+def test_no_data_sheet_speaks_for_other_devices_and_several_nodes(devices, per_node):
+    assert data_sheet_cluster(devices, devices_per_node=per_node) is None
 
 
 def test_memory_is_the_smallest_of_all_processes(monkeypatch):

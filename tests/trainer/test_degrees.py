@@ -202,7 +202,7 @@ def test_log_says_which_axes_cross_nodes():
     assert order == ROLES
 
 
-def test_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys):
+def test_benchmark_takes_the_mesh_of_fewest_bytes_and_refuses_what_train_refuses(capsys):
     def arithmetic(*flags):
         benchmark.main(["gpt_8b_gqa", "--arithmetic", *flags])
         title, _, row = capsys.readouterr().out.splitlines()

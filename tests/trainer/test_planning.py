@@ -11,16 +11,18 @@ import pytest
 from jax.experimental import multihost_utils
 
 import startrail_jax as st
-from configs.gpt import gpt_tiny
+from configs.gpt import gpt_8b_gqa, gpt_tiny
 from programs import make_config, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.planner.hardware import GPUS, Cluster
+from startrail_jax.planner.quantities import show_seconds
 from startrail_jax.planner.search import REMAT
 from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig, LoraConfig
+from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
@@ -226,6 +228,65 @@ def test_a_step_may_take_what_jax_has_in_every_process(monkeypatch):
     assert limit_of(gpu()) >> 20 == mebibytes // 2
 
 
+def h100s(count=8, **stats):
+    kind = dict(device_kind="NVIDIA H100 80GB HBM3")
+    return [SimpleNamespace(**vars(gpu(**stats)), **kind) for _ in range(count)]
+
+
+@pytest.mark.parametrize("given", [{}, dict(head=2), dict(data=2, order=("rings_inside",))])
+def test_default_mesh_in_a_node_of_known_gpus_is_the_predicted_one(given):
+    asked = planner(plan="off", mesh=MeshConfig(**given), accumulation=2)
+    mesh = asked.default(h100s(bytes_limit=60 << 30))
+    free = planner(plan="off", mesh=MeshConfig(**given | dict(order=None)), accumulation=2)
+    best, second = free.forecasts(ONE_NODE, 2)
+    assert vars(mesh.degrees) == best.degrees
+    assert {role: best.degrees[role] for role in given if role != "order"}.items() <= given.items()
+    (line,) = mesh.description
+    assert line == (
+        f"default mesh: the fastest by the data sheet of h100: {best.label} ({best.scheme}), "
+        f"predicted {show_seconds(2 * best.seconds)}; the runner-up: {second.label} "
+        f"({second.scheme}), predicted {show_seconds(2 * second.seconds)} a step"
+    )
+
+
+def test_default_mesh_of_a_recipe_is_that_of_the_fewest_seconds_and_not_bytes():
+    """Inside a node, kernels decide: compiled programs have Ulysses as the fastest too."""
+    config = dataclasses.replace(gpt_8b_gqa(), seq_len=131_072)
+    mesh = Planner(config, TASKS[config.kind]).default(h100s(bytes_limit=60 << 30))
+    assert mesh.degrees == st.Degrees(head=8)
+    assert choose_degrees(config.mesh, 8, config.attention_call) == st.Degrees(group=4, ring=2)
+
+
+def test_no_mesh_is_predicted_without_a_data_sheet_or_where_flags_choose(tmp_path):
+    def chosen(devices=None, **changes):
+        return planner(plan="off", **changes).default(h100s() if devices is None else devices)
+
+    assert chosen() is not None
+    assert chosen(jax.devices()[:8]) is None
+    assert chosen(h100s(1)) is None
+    for role in ("team", "group", "ring"):
+        assert chosen(mesh=MeshConfig(**{role: 1})) is None
+    assert chosen(mesh=MeshConfig(devices_per_node=4)) is None
+    assert chosen(optimizer=OptimizerConfig(kind="muon", learning_rate=1e-2)) is None
+    whole = documents([9, 2, 14], tmp_path / "tokens.npy", plan="off")
+    assert whole.default(h100s()) is None
+
+
+def test_default_mesh_is_that_of_the_fewest_bytes_if_none_fits():
+    asked = planner(plan="off")
+    mesh = asked.default(h100s(bytes_limit=1 << 20))
+    assert mesh.degrees == choose_degrees(MeshConfig(), 8, asked.config.attention_call)
+    (line,) = mesh.description
+    assert line.startswith("default mesh: the one of the fewest bytes, since the planner finds ")
+    with refused(InputError, "data=3"):
+        planner(plan="off", batch_size=3, mesh=MeshConfig(data=3)).default(h100s())
+
+
+def test_default_mesh_of_adapters_says_what_its_seconds_are():
+    (line,) = planner(plan="off", lora=LoraConfig(rank=4)).default(h100s()).description
+    assert line.endswith("a step; " + planning._ADAPTERS)
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """The devices count as H100, and nothing is measured."""
@@ -241,6 +302,9 @@ def measured(monkeypatch):
 
 def test_all_processes_take_the_plan_of_the_first(measured, monkeypatch):
     first = [vars(st.Degrees(ring=8)), ["ring", "data", "group", "team", "head", "tensor"]]
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "gather", lambda value: [first[0], value])
+        assert planner(plan="off").default(h100s()).degrees == st.Degrees(ring=8)
     monkeypatch.setattr(planning, "gather", lambda value: [first, value])
     mesh = planner().choose(jax.devices()[:8])
     assert (mesh.degrees, list(mesh.order)) == (st.Degrees(ring=8), first[1])
@@ -285,6 +349,24 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
     (tmp_path / MESH_FILE).write_text('{"degrees": {"ring": 8}, "order": ["ring"]}')
     with refused(InputError, "must hold the degrees of a run"):
         read_mesh(tmp_path)
+
+
+def test_a_run_keeps_the_default_mesh_that_was_predicted(tmp_path, monkeypatch, capsys):
+    np.save(tmp_path / "tokens.npy", np.arange(2048, dtype=np.uint16) % 96)
+    changes = dict(run_dir=tmp_path, devices=8, steps=1, sample_length=0, tensorboard=False)
+    data = DataConfig(path=tmp_path / "tokens.npy")
+    config = make_config(dict(layers=1), plan="off", data=data, **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "data_sheet_cluster", lambda devices, **_: ONE_NODE)
+        train(config)
+    shown = capsys.readouterr().out
+    assert "\nmesh: data 4, " in shown
+    assert "\ndefault mesh: the fastest by the data sheet of h100: data 4, " in shown
+    # Now without a prediction: the note of the run names degrees that no flag gives.
+    for folder, size in ((tmp_path, 4), (tmp_path / "another", 1)):
+        shape, description = join(Planner(config, TASKS[config.kind]), config, folder)
+        assert shape.get("data", 1) == size
+        assert not any("default mesh" in line for line in description)
 
 
 @pytest.mark.slow
