@@ -23,7 +23,7 @@ from trainer import planning
 from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig, LoraConfig
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
+from trainer.parallel.step_sizes import SURE, chosen_remat, footprint, step_limit
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined
@@ -111,15 +111,16 @@ def test_remat_is_the_first_that_fits():
 
     sizes = [size(remat) for remat in REMAT]
     assert sizes == sorted(sizes, reverse=True)
-    for remat in REMAT:
-        assert chosen(size(remat)) == remat
+    limits = {remat: math.ceil(size(remat) / SURE) for remat in REMAT}
+    for remat, limit in limits.items():
+        assert chosen(limit) == remat
         assert chosen(0, remat=remat) == remat
     assert chosen(0) == "full"
     assert chosen(0, attention=AttentionConfig(keep_gathered=True)) == "attention_saved"
     # A plan takes what fits, too, and says the memory of that.
     for remat in ("products_saved", "attention_saved"):
         (mesh,) = planner(seq_len=2**14, zero=3, mesh=MeshConfig(ring=8)).forecasts(
-            ONE_NODE, 1, size(remat)
+            ONE_NODE, 1, limits[remat]
         )
         assert (mesh.savings.remat, mesh.memory_bytes) == (remat, size(remat))
     assert make_program(config, degrees).remat == "products_saved"

@@ -33,6 +33,8 @@ from trainer.parallel.remat import Remat
 from trainer.parallel.state import batch_shapes, bytes_of_device, state_shapes
 
 _SHARE_OF_CPU = 0.92
+SURE = 0.9
+"""A step whose estimate is this share of the memory fits: estimates are within 10 %."""
 
 
 def footprint(config: TrainConfig, objective: Objective, degrees: Degrees) -> Footprint:
@@ -74,8 +76,8 @@ def chosen_step(
         limit: bytes that a step may take on a device.
 
     Returns:
-        The remat of the config, or for "auto" the first of the planner's whose step fits the
-        memory (if none does, the one that needs least); and the memory of the step with it.
+        The remat of the config, or for "auto" the first of the planner's whose step surely fits
+        the memory (if none does, the one that needs least); and the memory of the step with it.
 
     Raises:
         ValueError: as `step_sizes`.
@@ -87,7 +89,7 @@ def chosen_step(
     steps: list[tuple[Remat, Footprint]] = [
         (remat, footprint_of(dataclasses.replace(sizes, remat=remat))) for remat in levels
     ]
-    return next((step for step in steps if step[1].device_bytes <= limit), steps[-1])
+    return next((step for step in steps if step[1].device_bytes <= SURE * limit), steps[-1])
 
 
 def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> StepSizes:
