@@ -261,9 +261,10 @@ def _saved(sizes: StepSizes) -> Part:
         return Part(name=name, size=model.layers * layer, exact=False)
     layer = sizes.stream
     if sizes.remat != "full":
-        # With `head` > 1 the output is saved both before and after the exchange.
+        # With `head` > 1 the output is saved both before and after the exchange, but the host's
+        # memory holds only the one before.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
-        outs = np.where(exchanged, 2, 1)
+        outs = np.where(exchanged & (not sizes.offload), 2, 1)
         of_head = outs * model.head_dim * model.itemsize + FLOAT32
         layer += sizes.tokens * (model.heads // tensor) * of_head
         if sizes.keep_gathered:

@@ -207,12 +207,12 @@ class Candidates:
             options=Options(gradient_dtype=options.gradient_dtype, exchange=options.exchange),
         )
         self.kinds: list[tuple[Step, Savings]] = []
-        """Savings, each with the settings in the order that is the best under its remat."""
+        """Savings, each with the settings in the order that is the best under its remat and
+        offload."""
         found: list[tuple[np.ndarray, ...]] = []
-        for remat, rows in self._best_orders().items():
+        for (remat, offload), rows in self._best_orders().items():
             step = Step(self._timing, rows)
-            others = (options.zero, options.offload, options.tiled)
-            for zero, offload, tiled in itertools.product(*others):
+            for zero, tiled in itertools.product(options.zero, options.tiled):
                 savings = Savings(zero=zero, remat=remat, offload=offload, tiled=tiled)
                 legal = np.flatnonzero(is_legal(step.settings, savings, step.tokens))
                 if not len(legal):
@@ -229,19 +229,20 @@ class Candidates:
         )
         self.fits = self.memory <= self._limit
 
-    def _best_orders(self) -> dict[str, np.ndarray]:
-        """For each kind of remat, the row of the fastest order of each setting of the degrees."""
+    def _best_orders(self) -> dict[tuple[str, bool], np.ndarray]:
+        """For each kind of remat, with offload or without, the row of the fastest order of each
+        setting of the degrees."""
         forward, backward = (x.seconds for x in self._timing.passes)
         again = {"none": np.zeros(len(forward)), "full": forward}
         number = number_of(*(vars(self.settings)[x] for x in (*ROLES, "published")))
         rows = {}
-        for remat in self.options.remat:
+        for remat, offload in itertools.product(self.options.remat, self.options.offload):
             # Of equally fast ones, a single ring in the first order.
-            more = again.get(remat, self._timing.exchanges_again_seconds)
+            more = again.get(remat, self._timing.exchanges_again_seconds[offload])
             keys = (self.settings.order, self.settings.inner, forward + backward + more)
             sorted_rows = np.lexsort((*keys, number))
             first = np.r_[True, np.diff(number[sorted_rows]) != 0]
-            rows[remat] = sorted_rows[first]
+            rows[remat, offload] = sorted_rows[first]
         return rows
 
     def mask(self, scheme: Callable[[Settings], np.ndarray]) -> np.ndarray:

@@ -73,7 +73,6 @@ class Step:
         self.settings = timing.settings.take(rows)
         self.forward, self.backward = (x.take(rows) for x in timing.passes)
         """Attention of all layers."""
-        self._exchanges_again = timing.exchanges_again_seconds[rows]
         windows = list(self.call.windows)
         seen = np.array([timing.sends_sparse(x)[rows] for x in windows])
         self._in_rings, self._has_sparse = ~seen.all(0), seen.any(0)
@@ -105,7 +104,7 @@ class Step:
         waits = forward.seconds + backward.seconds - compute
         waits = waits + repeats * (forward.seconds - forward.compute)
         if savings.remat not in ("none", "full"):
-            waits = waits + self._exchanges_again
+            waits = waits + self.timing.exchanges_again_seconds[savings.offload][self._rows]
         layer = self._products(model.layer_matrices)
         # What is recomputed of a layer stops before the last product of the MLP.
         matrix = model.width * model.mlp_width

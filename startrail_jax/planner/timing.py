@@ -269,12 +269,21 @@ class Timing:
         return self.all_layers(backward=False), self.all_layers(backward=True)
 
     @functools.cached_property
-    def exchanges_again_seconds(self) -> np.ndarray:
-        """Seconds of the head exchanges of all layers, which remat repeats: attention saves nothing
-        from before them."""
-        exchanges = [x for x in self._waits[0] if x.step == "head exchange"]
-        layers = [n * ~self.sends_sparse(window) for window, n in self.call.windows.items()]
-        return self.links.costs(exchanges).seconds * sum(layers)
+    def exchanges_again_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the exchanges over `head` of all layers, which remat repeats though it saves
+        attention: without offload, and with it.
+
+        Attention saves no query, key or value from before their exchange. What the exchange of its
+        output gives is not saved either where layers save to the memory of the host.
+        """
+        layers = sum(n * ~self.sends_sparse(window) for window, n in self.call.windows.items())
+
+        def seconds(step: str) -> np.ndarray:
+            moves = [x for x in self._waits[0] if x.step == step]
+            return self.links.costs(moves).seconds * layers
+
+        inputs = seconds("head exchange")
+        return inputs, inputs + seconds("output exchange")
 
     def all_layers(self, *, backward: bool) -> Cost:
         """One pass of the attentions of all layers."""

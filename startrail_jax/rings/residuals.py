@@ -17,6 +17,9 @@ recompute attention: the output of step 4, its log-sum-exp, the output of step 5
 that of step 4 only where the head degree is above 1), and what was gathered or received, which
 exists only with `keep_gathered`."""
 
+EXCHANGED_OUT = CHECKPOINT_NAMES[2]
+"""The output of step 5, which one `all_to_all` makes again from that of step 4."""
+
 
 def named(out: Array, *stats: Array | None) -> tuple[Any, ...]:
     """An output and its log-sum-exp (`softmax.Partials`) under their names."""

@@ -33,7 +33,7 @@ from startrail_jax.blocks import softmax
 from startrail_jax.rings import collectives, score_units
 from startrail_jax.rings.concentric import Concentric
 from startrail_jax.rings.head_chunks import check_head_chunks, in_chunks
-from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, named
+from startrail_jax.rings.residuals import EXCHANGED_OUT, Rows, named
 from startrail_jax.rings.ring_loop import as_float32
 from startrail_jax.rings.schedule import Schedule
 from startrail_jax.rings.score_units import NO_SCORES, ScoreInputs
@@ -116,7 +116,7 @@ def _attend_heads(
     out = collectives.exchange(out, head, split=1, concat=2)
     lse = collectives.exchange(lse, head, split=2, concat=1)
     if head.degree > 1:
-        out = checkpoint_name(out, CHECKPOINT_NAMES[2])
+        out = checkpoint_name(out, EXCHANGED_OUT)
     return out, lse
 
 

@@ -356,7 +356,7 @@ def test_frugal_setting_is_nearly_as_fast():
 def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
     """Where kernels hide the memory of the host, offload costs and gains no seconds."""
     typed = dict(nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b")
-    few = dict(degrees={"ring": 8, "head": 8}, zero=(3,), remat=("attention_saved",))
+    few = dict(degrees={"ring": 8, "group": 8}, zero=(3,), remat=("attention_saved",))
     both, offloads = (
         st.plan(**typed, options=Search(**few, **more), seq_len="512K")
         for more in ({}, {"offload": (True,)})
@@ -677,6 +677,21 @@ def test_kernels_between_matrices_take_the_time_of_their_bytes():
     layer = 2 * (8 * 64 + 2 * 16 * 16 + asked.model.mlp_matrices * 96)
     bytes_of_token = 4 * layer * asked.model.layers + 16 * 128
     np.testing.assert_allclose(parts["other kernels"], 512 * bytes_of_token / 1e9)
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 0), ("attention_saved", 1), ("full", 0)])
+def test_with_offload_the_exchange_of_the_output_is_repeated(remat, times):
+    """Where attention is not computed again: the exchange of 12 heads is one of four alike."""
+    timing = Timing(one(head=4), cluster(1, 4), call(kv_heads=12))
+    kept, offloads = (
+        Step(timing).parts(Savings(zero=0, remat=remat, offload=offload, tiled=False))
+        for offload in (False, True)
+    )
+    sent = 2 * (2 * 96 // 4 * 12 * 16 * SMALL.itemsize) * 3 / 4 / 1e9
+    assert sent > 0
+    gained = offloads["attention waits"] - kept["attention waits"]
+    np.testing.assert_allclose(gained, times * sent, rtol=1e-9, atol=1e-15)
+    assert np.all(timing.exchanges_again_seconds[0] > 2.9 * sent)
 
 
 def test_texts_and_whole_floats_are_numbers():

@@ -165,6 +165,10 @@ def test_saved_by_remat():
     assert offloaded.host_bytes == 2 * unit + lse
     assert two.host_bytes == 0
     assert offloaded.device_bytes == saved("attention_saved").device_bytes - 2 * unit - lse
+    # The output before and after the exchange of heads; the host gets the one before.
+    degrees = st.Degrees(ring=32, head=2)
+    assert saved("attention_saved")[name] == 3 * unit + lse
+    assert saved("attention_saved", offload=True).host_bytes == 2 * unit + lse
 
 
 def stacked(jaxpr, layers):

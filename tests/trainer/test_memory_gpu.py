@@ -26,7 +26,7 @@ MODEL = dict(
     vocab_size=2048, width=1024, layers=LAYERS, heads=8, kv_heads=8, head_dim=128,
     mlp_width=2048, dtype="bfloat16",
 )  # fmt: skip
-STARTRAIL = st.Degrees.startrail(8, c=2)
+STARTRAIL, ULYSSES = st.Degrees.startrail(8, c=2), st.Degrees.ulysses(8)
 EVERYWHERE = {"group", "ring", "team"}
 ATTENTION, ITS_GRADIENTS = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
@@ -74,14 +74,27 @@ def test_attention_that_is_saved_is_not_computed_again(remat, times):
     assert runs(program, program.entry, ITS_GRADIENTS) == calls
 
 
-def test_offload_moves_what_is_saved_to_the_host():
-    program, _ = compiled(offload=True)
-    saved = footprint(program.config, program.objective, STARTRAIL).host_bytes
+@pytest.mark.parametrize("degrees", [STARTRAIL, ULYSSES])
+def test_offload_moves_what_is_saved_to_the_host(degrees):
+    """The input of a layer, the output of attention, once, and its log-sum-exp."""
+    program, _ = compiled(degrees, offload=True)
+    saved = footprint(program.config, program.objective, degrees).host_bytes
     assert saved == LAYERS * TOKENS * (2 * 1024 * 2 + 8 * 4)
-    assert memory().host_temp_size_in_bytes == 0
-    assert memory(offload=True).host_temp_size_in_bytes == saved
-    moved = memory().temp_size_in_bytes - memory(offload=True).temp_size_in_bytes
-    assert moved > saved / 2
+    kept, offloaded = memory(degrees=degrees), memory(degrees=degrees, offload=True)
+    assert kept.host_temp_size_in_bytes == 0
+    assert offloaded.host_temp_size_in_bytes == saved
+    assert kept.temp_size_in_bytes - offloaded.temp_size_in_bytes > saved / 2
+
+
+def test_offload_repeats_the_exchange_of_the_output_but_not_attention():
+    setting = {"degrees": ULYSSES, "offload": True}
+    program = hlo.parse_module(compiled(**setting)[1].as_text())
+    assert runs(program, program.entry, ATTENTION) == LAYERS
+    assert runs(program, program.entry, ITS_GRADIENTS) == LAYERS
+    output = 7 * TOKENS * 1024 * 2 // 8
+    exchanged = [sent("all_to_all", {"head"}, **setting | {"offload": x}) for x in (False, True)]
+    # Query, key and value, forward and again backward; the output; and the gradients of all four.
+    assert exchanged == [LAYERS * 11 * output, LAYERS * 12 * output]
 
 
 def test_tiles_keep_logits_from_existing():

@@ -23,6 +23,7 @@ from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import DataConfig, RopeConfig
 from trainer.gpt.objective import model_arguments
 from trainer.parallel.optimizer import make_optimizer
+from trainer.parallel.remat import rematerialised
 
 STEPS = 10
 END = 7  # Ends a document.
@@ -230,6 +231,28 @@ def test_losses_of_layers_that_differ_do_not_depend_on_how_it_runs():
         losses = losses_of(make_program(degrees, model=PATTERN, **changes), state, steps=2)
         np.testing.assert_allclose(losses[:, 0], wanted[:, 0], rtol=1e-4)
         np.testing.assert_allclose(losses[:, 1], wanted[:, 1], rtol=1e-3)
+
+
+@pytest.mark.parametrize("degrees", [st.Degrees(), st.Degrees(ring=2, head=2)])
+def test_layers_that_offload_have_the_gradients_of_layers_that_do_not(degrees):
+    attention = st.Attention(st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices]))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 16, 20)).astype("f4")
+    weights = rng.normal(size=(3, 20, 3, 4, 5)).astype("f4") / 5
+
+    def layer(weights, x):
+        query, key, value = jnp.einsum("btd,dcnh->cbtnh", x, weights)
+        return x + attention(query, key, value).reshape(x.shape)
+
+    def gradients(layer):
+        def loss(weights, x):
+            out, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, weights)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(weights, x)
+
+    offloads = rematerialised(layer, remat="attention_saved", offload=True, gathers_weights=False)
+    chex.assert_trees_all_close(gradients(offloads), gradients(layer), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from models.layers import HIDDEN, PROJECTION
-from startrail_jax.rings.residuals import CHECKPOINT_NAMES
+from startrail_jax.rings.residuals import CHECKPOINT_NAMES, EXCHANGED_OUT
 
 LAYER_INPUT = "layer_input"
 """`checkpoint_name` of the input of a layer."""
@@ -48,6 +48,10 @@ def rematerialised(
     the MLP, [tokens, mlp_width], too, so that no matrix product is recomputed. With "none", it
     saves everything but weights that it gathers: those are always gathered again.
 
+    Where the head degree is above 1, the output of attention exists before and after the exchange
+    of heads, and both are saved. With `offload`, only the one before is, which takes half as much
+    of the host's memory; the backward pass exchanges it again.
+
     Args:
         layer: a function (weights, x, ...) -> x.
         remat: what the layer saves.
@@ -65,7 +69,7 @@ def rematerialised(
         return jax.checkpoint(layer, prevent_cse=False, policy=policy)
     policy = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[LAYER_INPUT, *names],
+        names_which_can_be_offloaded=[LAYER_INPUT, *(x for x in names if x != EXCHANGED_OUT)],
         offload_src="device",
         offload_dst="pinned_host",
     )
