@@ -210,15 +210,22 @@ class Candidates:
         """Savings, each with the settings in the order that is the best under its remat and
         offload."""
         found: list[tuple[np.ndarray, ...]] = []
-        for (remat, offload), rows in self._best_orders().items():
-            step = Step(self._timing, rows)
+        steps: dict[Any, Step] = {}
+        for remat, offload in itertools.product(options.remat, options.offload):
+            # What is repeated of attention decides which order is the fastest.
+            repeated = remat if remat in ("none", "full") else offload
+            if repeated not in steps:
+                steps[repeated] = Step(self._timing, self._best_orders(repeated))
+            step = steps[repeated]
             for zero, tiled in itertools.product(options.zero, options.tiled):
                 savings = Savings(zero=zero, remat=remat, offload=offload, tiled=tiled)
                 legal = np.flatnonzero(is_legal(step.settings, savings, step.tokens))
                 if not len(legal):
                     continue
                 seconds = np.sum(list(step.parts(savings).values()), axis=0)[legal]
-                memory = np.broadcast_to(step.footprint(savings).device_bytes, len(rows))[legal]
+                memory = np.broadcast_to(step.footprint(savings).device_bytes, len(step.settings))[
+                    legal
+                ]
                 kind = np.full(len(legal), len(self.kinds))
                 self.kinds.append((step, savings))
                 found.append((kind, legal, seconds, memory))
@@ -229,21 +236,24 @@ class Candidates:
         )
         self.fits = self.memory <= self._limit
 
-    def _best_orders(self) -> dict[tuple[str, bool], np.ndarray]:
-        """For each kind of remat, with offload or without, the row of the fastest order of each
-        setting of the degrees."""
+    def _best_orders(self, repeated: str | bool) -> np.ndarray:
+        """The row of the fastest order of each setting of the degrees.
+
+        Args:
+            repeated: what a backward pass repeats of attention: the remat "none" or "full", or
+                whether others, which repeat its exchanges, offload.
+        """
         forward, backward = (x.seconds for x in self._timing.passes)
-        again = {"none": np.zeros(len(forward)), "full": forward}
+        if repeated == "none":
+            again = np.zeros(len(forward))
+        else:
+            exchanges = self._timing.exchanges_again_seconds
+            again = forward if repeated == "full" else exchanges[bool(repeated)]
+        # Of equally fast ones, a single ring in the first order.
+        keys = (self.settings.order, self.settings.inner, forward + backward + again)
         number = number_of(*(vars(self.settings)[x] for x in (*ROLES, "published")))
-        rows = {}
-        for remat, offload in itertools.product(self.options.remat, self.options.offload):
-            # Of equally fast ones, a single ring in the first order.
-            more = again.get(remat, self._timing.exchanges_again_seconds[offload])
-            keys = (self.settings.order, self.settings.inner, forward + backward + more)
-            sorted_rows = np.lexsort((*keys, number))
-            first = np.r_[True, np.diff(number[sorted_rows]) != 0]
-            rows[remat, offload] = sorted_rows[first]
-        return rows
+        rows = np.lexsort((*keys, number))
+        return rows[np.r_[True, np.diff(number[rows]) != 0]]
 
     def mask(self, scheme: Callable[[Settings], np.ndarray]) -> np.ndarray:
         """Which candidates are of a scheme."""
