@@ -1,11 +1,17 @@
-"""The options of XLA that let messages travel while attention kernels run."""
+"""The options of XLA that let messages travel while attention kernels run, and of a program that
+keeps arrays in the host's memory."""
 
 from __future__ import annotations
+
+import math
 
 import jax
 from jax.sharding import Mesh
 
 from startrail_jax.devices.axes import device_kind
+
+_LIMIT = 95
+"""Percentage of the memory that arguments leave which XLA lets a program take by default."""
 
 
 def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
@@ -36,3 +42,20 @@ def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
         "xla_gpu_collective_permute_combine_threshold_bytes": 2**40,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     }
+
+
+def offload_options(*, device_bytes: int, host_bytes: int) -> dict[str, int]:
+    """Further options of a program that offloads to the host's memory.
+
+    XLA computes arrays again, and hides fewer messages, where a program seems to take more than
+    `xla_gpu_memory_limit_slop_factor` % of the memory that arguments leave. It counts what waits on
+    the host as if the device held it. The limit of a program that fills the device rises by
+    just that; a smaller program gets a higher limit than it needs.
+
+    Args:
+        device_bytes: device memory that the program takes beside its arguments; an estimate will
+            do.
+        host_bytes: what it keeps in the host's memory.
+    """
+    factor = math.ceil(_LIMIT * (1 + host_bytes / device_bytes))
+    return {"xla_gpu_memory_limit_slop_factor": factor}

@@ -16,6 +16,7 @@ from programs import compile_gradients, compile_step, make_config, make_dit_conf
 from startrail_jax.planner import step as planner_step
 from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
 from startrail_jax.planner.models import MODELS
+from startrail_jax.xla.compiler import offload_options
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig, LoraConfig
@@ -374,3 +375,12 @@ def test_only_the_largest_phase_counts():
     assert y.endswith("exact, device")
     assert saved.endswith("exact, host")
     assert total.startswith("device, at most at a time")
+
+
+def test_limit_of_a_step_that_fills_the_device_rises_by_what_is_offloaded():
+    """By default a step may take 95 of 100 bytes that its state leaves."""
+    (percentage,) = offload_options(device_bytes=95, host_bytes=190).values()
+    assert percentage == 95 + 190
+    # It is a whole number, rounded up.
+    (percentage,) = offload_options(device_bytes=950, host_bytes=1).values()
+    assert percentage == 96

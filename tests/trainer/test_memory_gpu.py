@@ -97,6 +97,19 @@ def test_offload_repeats_the_exchange_of_the_output_but_not_attention():
     assert exchanged == [LAYERS * 11 * output, LAYERS * 12 * output]
 
 
+def test_nothing_is_computed_again_for_what_waits_on_the_host():
+    """XLA names what it computes again `.remat`. It takes the host's 129 GiB for the device's."""
+    config = make_config(
+        MODEL | {"layers": 256}, seq_len=2**20, batch_size=1, data=DataConfig(mask_documents=False),
+        zero=3, remat="attention_saved", offload=True, tile=2048,
+    )  # fmt: skip
+    program = make_program(config, STARTRAIL, gpu_topology("h100", 8).devices)
+    step = program.train_step.lower(program.state_shapes, program.batch_shapes).compile()
+    assert step.memory_analysis().host_temp_size_in_bytes == 2**25 * (2 * 1024 * 2 + 8 * 4)
+    computations = hlo.parse_module(step.as_text()).computations.values()
+    assert not [x.name for found in computations for x in found if ".remat" in x.name]
+
+
 def test_tiles_keep_logits_from_existing():
     """Logits of 2048 tokens and 32768 words would take 256 MiB in float32."""
     setting = {"degrees": st.Degrees(data=8), "vocab_size": 32_768, "width": 256}

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float32
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.xla.compiler import compiler_options
+from startrail_jax.xla.compiler import compiler_options, offload_options
 from startrail_jax.xla.ordering import gradient_first
 from startrail_jax.xla.varying import vary
 from trainer.config import TrainConfig
@@ -41,7 +41,7 @@ from trainer.parallel.state import (
     state_shapes,
     updated_average,
 )
-from trainer.parallel.step_sizes import chosen_remat, step_limit
+from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
 from trainer.parallel.tiling import summed_in_tiles
 
 
@@ -127,7 +127,7 @@ class Program:
         self.batch_sharding = NamedSharding(mesh, attention.sequence_spec)
 
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        compiled = partial(jax.jit, compiler_options=compiler_options(mesh))
+        options = compiler_options(mesh)
         self.initialise: Callable[[], TrainState] = jax.jit(
             self._initialise, out_shardings=shardings
         )
@@ -135,13 +135,28 @@ class Program:
             self._initialise, out_shardings=shardings, donate_argnums=0
         )
         """`TrainState.base` -> the state before the first step, which takes their memory."""
-        self.train_step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]] = compiled(
-            self._train_step, donate_argnums=0, out_shardings=(shardings, None)
+        self.train_step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]] = jax.jit(
+            self._train_step,
+            donate_argnums=0,
+            out_shardings=(shardings, None),
+            compiler_options=options | self._offload_options(),
         )
         """(state, batch) -> new state, which takes the memory of the old one, and metrics."""
-        self.losses: Callable[[Any, Any], tuple[Array, Array]] = compiled(self._losses)
+        self.losses: Callable[[Any, Any], tuple[Array, Array]] = jax.jit(
+            self._losses, compiler_options=options
+        )
         """(`TrainState.model`, batch) -> sum of the losses of its tokens, and sum of the tokens'
         weights."""
+
+    def _offload_options(self) -> dict[str, int]:
+        config = self.config
+        if not config.offload:
+            return {}
+        memory = footprint(config, self.objective, self.attention.degrees)
+        return offload_options(
+            device_bytes=memory.device_bytes - memory.state_bytes - memory["batch"],
+            host_bytes=memory.host_bytes,
+        )
 
     def _sharded_model(self, attention: Attention) -> ShardedModel:
         config, objective = self.config, self.objective
