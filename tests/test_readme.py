@@ -23,7 +23,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted(ROOT.glob("C*.md")), ROOT / "SECURITY.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 # Files that are written by a run, not stored.
-OF_A_RUN = "runs/"
+MADE = ("runs/", "build/")
 PRETRAINED = ROOT / "tests" / "parity" / "references" / "qwen3"
 # Modules that the reference leaves out: what they hold is of no use to others.
 UNLISTED = ("__init__", "linear", "replica_groups", "sizes")
@@ -162,7 +162,7 @@ def commands(program):
 
 @pytest.mark.parametrize("arguments", commands("train"))
 def test_commands_that_train_are_understood(arguments, tmp_path):
-    if arguments and arguments[0].startswith(OF_A_RUN):
+    if arguments and arguments[0].startswith(MADE):
         arguments = ["gpt_tiny", *arguments[1:]]
     if "--init-from" in arguments:
         shutil.copyfile(PRETRAINED / "config.json", tmp_path / "config.json")
@@ -194,7 +194,7 @@ def test_files_that_pages_name_exist():
     for page in PAGES:
         named = re.findall(r"`((?:[a-z_]+/)+(?:[A-Za-z_]+\.(?:py|md|png|svg))?)`", page.read_text())
         for name in named:
-            if not name.startswith(OF_A_RUN):
+            if not name.startswith(MADE):
                 assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
