@@ -98,8 +98,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     assert "the checkpoint of step 4 is used: steps 5 to 7 are lost" in capsys.readouterr().out
     assert logged_steps(tmp_path / "run") == list(range(1, 8))
     # What a save took is in the metrics of a later step.
-    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["checkpoint_seconds"] > 0
+    later = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2:]
+    assert max(json.loads(line).get("checkpoint_seconds", 0) for line in later) > 0
 
     # A run that has all its steps is measured again.
     assert run(tmp_path / "undisturbed", RING, steps=7) == ([], undisturbed.validation)
