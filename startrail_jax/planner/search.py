@@ -206,6 +206,7 @@ class Candidates:
             call,
             options=Options(gradient_dtype=options.gradient_dtype, exchange=options.exchange),
         )
+        self._degrees = number_of(*(vars(settings)[x] for x in (*ROLES, "published")))
         self.kinds: list[tuple[Step, Savings]] = []
         """Savings, each with the settings in the order that is the best under its remat and
         offload."""
@@ -251,9 +252,8 @@ class Candidates:
             again = forward if repeated == "full" else exchanges[bool(repeated)]
         # Of equally fast ones, a single ring in the first order.
         keys = (self.settings.order, self.settings.inner, forward + backward + again)
-        number = number_of(*(vars(self.settings)[x] for x in (*ROLES, "published")))
-        rows = np.lexsort((*keys, number))
-        return rows[np.r_[True, np.diff(number[rows]) != 0]]
+        rows = np.lexsort((*keys, self._degrees))
+        return rows[np.r_[True, np.diff(self._degrees[rows]) != 0]]
 
     def mask(self, scheme: Callable[[Settings], np.ndarray]) -> np.ndarray:
         """Which candidates are of a scheme."""

@@ -190,12 +190,8 @@ class Timing:
         """
         last = np.ones(len(self.settings))
         for number, x in found.items():
-            if None in x.hops or x.hops == x.hops[:1] * len(x.hops):
-                continue
-            places = self._forms[number].degrees.ring // x.inner
-            far = np.abs(np.array(x.hops)[:, 0])
-            far = np.minimum(far, places - far)
-            if far.max() <= 1:
+            far = _far(x.hops, self._forms[number].degrees.ring // x.inner)
+            if far is None:
                 continue
             mine = self._rows[number]
             inside = 1 if step.startswith("outer") else self.links.inside["ring"][mine, None]
@@ -414,6 +410,16 @@ def _alike(
     _, first, form = np.unique(number, return_index=True, return_inverse=True)
     parts = settings.data * settings.tensor
     return first, form, parts[first][form] / parts
+
+
+@functools.lru_cache(maxsize=1024)
+def _far(hops: tuple[tuple[int, int] | None, ...], places: int) -> np.ndarray | None:
+    """Places that each hop of a ring goes; None if all go alike, or none further than one place."""
+    if None in hops or len({*hops}) <= 1:
+        return None
+    far = np.abs(np.array(hops)[:, 0])
+    far = np.minimum(far, places - far)
+    return far if far.max() > 1 else None
 
 
 def steps_of(call: Call, degrees: Degrees, options: Options) -> Steps:

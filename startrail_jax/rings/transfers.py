@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.options import Options, Side
@@ -22,8 +23,7 @@ _INT32 = 4
 _TRADED = ("group", "team")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
+class Transfer(NamedTuple):
     """What one device receives in one step of the schedule through one kind of collective."""
 
     step: str
@@ -57,7 +57,7 @@ class Transfer:
         """The transfer of so many attentions."""
         names = ("tensor_bytes", "row_bytes", "message_bytes")
         sizes = {name: getattr(self, name) for name in names}
-        return replace(self, **{x: count * size for x, size in sizes.items() if size is not None})
+        return self._replace(**{x: count * size for x, size in sizes.items() if size is not None})
 
     @property
     def sent_bytes(self) -> int:
