@@ -57,7 +57,7 @@ from trainer.config import TrainConfig
 from trainer.parallel.checks import make_attention
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step import Program
-from trainer.parallel.step_sizes import chosen_remat, footprint
+from trainer.parallel.step_sizes import chosen_step
 from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
 
@@ -93,12 +93,12 @@ def run_step(args: argparse.Namespace, config: TrainConfig) -> None:
     degrees = choose_degrees(config.mesh, num_devices, config.attention_call)
     objective = TASKS[config.kind].make_objective(config)
     limit = int(jax_share() * GPUS[GPU_OF_TARGET.get(target, target)].memory_bytes)
-    config = replace(config, remat=chosen_remat(config, objective, degrees, limit))
     # Raises what train.py would raise on such a mesh.
-    formula = footprint(config, objective, degrees)
+    remat, formula = chosen_step(config, objective, degrees, limit)
+    config = replace(config, remat=remat)
     print(
         f"{args.program}, {config.num_tokens} tokens, {num_devices} x {target}: "
-        f"{describe(degrees)}; remat {config.remat}"
+        f"{describe(degrees)}; remat {remat}"
     )
     if args.arithmetic:
         state = formula.state_bytes + formula["batch"]

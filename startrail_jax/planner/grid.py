@@ -165,7 +165,7 @@ def _ordered(degrees: dict[str, np.ndarray], index: int, cluster: Cluster) -> Se
 
 
 def _legal_degrees(num_gpus: int, call: Call, given: dict[str, int]) -> dict[str, np.ndarray]:
-    """The degrees that `train.py` takes for this call: see `trainer.parallel.step.check_step`."""
+    """The degrees that `train.py` takes for this call: see `trainer.parallel.checks.check_step`."""
     divisors = np.array([n for n in range(1, num_gpus + 1) if num_gpus % n == 0], np.int64)
     model = call.model
 

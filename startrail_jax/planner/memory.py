@@ -29,6 +29,11 @@ from startrail_jax.planner.quantities import GIB
 FLOAT32 = 4
 """Bytes of a number."""
 
+REPEATS_PROJECTIONS = ("attention_saved", "full")
+REPEATS_MLP = ("projections_saved", *REPEATS_PROJECTIONS)
+"""The kinds of remat whose backward passes compute the projections around attention again, and
+those that compute the MLP again: it has tiles there alone."""
+
 Amount = Any
 """An integer, or an array of them: one for each setting."""
 
@@ -106,7 +111,7 @@ class StepSizes:
     @property
     def mlp_tile(self) -> Amount:
         """Tokens that the MLP treats at a time."""
-        return self.tokens if self.remat in ("none", "products_saved") else self.tile
+        return self.tile if self.remat in REPEATS_MLP else self.tokens
 
     @property
     def stream(self) -> Amount:

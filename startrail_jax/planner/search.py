@@ -211,12 +211,16 @@ class Candidates:
         """Savings, each with the settings in the order that is the best under its remat and
         offload."""
         found: list[tuple[np.ndarray, ...]] = []
+        exchanges = self._timing.exchanges_again_seconds
+        # What a backward pass repeats of attention -> its seconds: nothing, the forward pass, or
+        # the exchanges without offload and with it.
+        again: dict[Any, Any] = {"none": 0.0, "full": self._timing.passes[0].seconds}
+        again |= {False: exchanges[0], True: exchanges[1]}
         steps: dict[Any, Step] = {}
         for remat, offload in itertools.product(options.remat, options.offload):
-            # What is repeated of attention decides which order is the fastest.
-            repeated = remat if remat in ("none", "full") else offload
+            repeated = remat if remat in again else offload
             if repeated not in steps:
-                steps[repeated] = Step(self._timing, self._best_orders(repeated))
+                steps[repeated] = Step(self._timing, self._best_orders(again[repeated]))
             step = steps[repeated]
             for zero, tiled in itertools.product(options.zero, options.tiled):
                 savings = Savings(zero=zero, remat=remat, offload=offload, tiled=tiled)
@@ -237,19 +241,13 @@ class Candidates:
         )
         self.fits = self.memory <= self._limit
 
-    def _best_orders(self, repeated: str | bool) -> np.ndarray:
+    def _best_orders(self, again: np.ndarray | float) -> np.ndarray:
         """The row of the fastest order of each setting of the degrees.
 
         Args:
-            repeated: what a backward pass repeats of attention: the remat "none" or "full", or
-                whether others, which repeat its exchanges, offload.
+            again: seconds of attention that the backward pass repeats.
         """
         forward, backward = (x.seconds for x in self._timing.passes)
-        if repeated == "none":
-            again = np.zeros(len(forward))
-        else:
-            exchanges = self._timing.exchanges_again_seconds
-            again = forward if repeated == "full" else exchanges[bool(repeated)]
         # Of equally fast ones, a single ring in the first order.
         keys = (self.settings.order, self.settings.inner, forward + backward + again)
         rows = np.lexsort((*keys, self._degrees))

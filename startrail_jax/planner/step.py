@@ -12,17 +12,21 @@ import numpy as np
 from startrail_jax.planner.grid import Call, Settings
 from startrail_jax.planner.layers import loops_of
 from startrail_jax.planner.links import Cost, Links
-from startrail_jax.planner.memory import LAYER, LOSS, Footprint, StepSizes, footprint_of
+from startrail_jax.planner.memory import (
+    LAYER,
+    LOSS,
+    REPEATS_MLP,
+    REPEATS_PROJECTIONS,
+    Footprint,
+    StepSizes,
+    footprint_of,
+)
 from startrail_jax.planner.timing import Timing
 
 _FLOAT32 = 4
 _ADAM_BYTES = 28
 """Bytes that AdamW reads and writes for each weight: weight, two moments and gradient."""
 _LARGEST_TILE = 2048
-
-_REPEATS_PROJECTIONS = ("attention_saved", "full")
-_REPEATS_MLP = ("projections_saved", *_REPEATS_PROJECTIONS)
-"""What backward passes recompute under each kind of remat."""
 
 # What adds up to the seconds of a step.
 COMPUTE = ("attention", "products", "other kernels", "recomputation", "optimizer")
@@ -108,13 +112,13 @@ class Step:
         layer = self._products(model.layer_matrices)
         # What is recomputed of a layer stops before the last product of the MLP.
         matrix = model.width * model.mlp_width
-        of_mlp = (model.mlp_matrices - 1) * matrix * (savings.remat in _REPEATS_MLP)
+        of_mlp = (model.mlp_matrices - 1) * matrix * (savings.remat in REPEATS_MLP)
         of_rest = model.layer_matrices - model.mlp_matrices * matrix
-        again = self._products(of_mlp + of_rest * (savings.remat in _REPEATS_PROJECTIONS))
+        again = self._products(of_mlp + of_rest * (savings.remat in REPEATS_PROJECTIONS))
         head = 3 * self._products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
         # inputs.
-        sums = 4 + (savings.remat in _REPEATS_PROJECTIONS)
+        sums = 4 + (savings.remat in REPEATS_PROJECTIONS)
         shard = self.whole_elements / (self.settings.replicas if savings.zero else 1)
         return {
             "attention": compute,

@@ -23,7 +23,7 @@ from trainer import planning
 from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig, LoraConfig
 from trainer.parallel.degrees import choose_degrees
-from trainer.parallel.step_sizes import SURE, chosen_remat, footprint, step_limit
+from trainer.parallel.step_sizes import SURE, chosen_step, footprint, step_limit
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined
@@ -107,7 +107,8 @@ def test_remat_is_the_first_that_fits():
         return footprint(dataclasses.replace(config, remat=remat), objective, degrees).device_bytes
 
     def chosen(limit, **changes):
-        return chosen_remat(dataclasses.replace(config, **changes), objective, degrees, limit)
+        run = dataclasses.replace(config, **changes)
+        return chosen_step(run, objective, degrees, limit)[0]
 
     sizes = [size(remat) for remat in REMAT]
     assert sizes == sorted(sizes, reverse=True)

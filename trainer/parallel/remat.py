@@ -31,11 +31,6 @@ _NAMES: dict[Remat, tuple[str, ...]] = {
 """The `checkpoint_name`s of what layers save beside their input."""
 
 
-def saves_mlp(remat: Remat) -> bool:
-    """Whether no MLP is computed again, so that there is nothing to gain from tiles of it."""
-    return remat in ("none", "products_saved")
-
-
 def rematerialised(
     layer: Callable[..., Array], *, remat: Remat, offload: bool, gathers_weights: bool
 ) -> Callable[..., Array]:

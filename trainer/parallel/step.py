@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float32
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.planner.memory import REPEATS_MLP
 from startrail_jax.xla.compiler import compiler_options, offload_options
 from startrail_jax.xla.ordering import gradient_first
 from startrail_jax.xla.varying import vary
@@ -31,7 +32,7 @@ from trainer.objective import Objective
 from trainer.parallel.checks import check_step
 from trainer.parallel.optimizer import learning_rate, make_optimizer
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
-from trainer.parallel.remat import Remat, rematerialised, saves_mlp
+from trainer.parallel.remat import Remat, rematerialised
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.splits import check_parts, make_parts
 from trainer.parallel.state import (
@@ -41,7 +42,7 @@ from trainer.parallel.state import (
     state_shapes,
     updated_average,
 )
-from trainer.parallel.step_sizes import chosen_remat, footprint, step_limit
+from trainer.parallel.step_sizes import chosen_step, footprint, step_limit
 from trainer.parallel.tiling import summed_in_tiles
 
 
@@ -98,9 +99,9 @@ class Program:
         self.remat: Remat = (
             config.remat
             if config.remat != "auto"
-            else chosen_remat(
+            else chosen_step(
                 config, objective, attention.degrees, step_limit(mesh.devices.ravel().tolist())
-            )
+            )[0]
         )
         """What layers recompute."""
         self._model = self._sharded_model(attention)
@@ -168,7 +169,7 @@ class Program:
             ),
             attention,
             self.partition,
-            tile=None if saves_mlp(self.remat) else config.tile,
+            tile=config.tile if self.remat in REPEATS_MLP else None,
             remat=partial(
                 rematerialised,
                 remat=self.remat,

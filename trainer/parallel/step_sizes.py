@@ -57,13 +57,6 @@ def step_limit(devices: Sequence[Any], whole: int | None = None) -> int:
     return int(np.min(multihost_utils.process_allgather(np.int32(limit >> 20)))) << 20
 
 
-def chosen_remat(config: TrainConfig, objective: Objective, degrees: Degrees, limit: int) -> Remat:
-    """The `remat` that "auto" stands for: that of `chosen_step`. Another one stays as it is."""
-    if config.remat != "auto":
-        return config.remat
-    return chosen_step(config, objective, degrees, limit)[0]
-
-
 def chosen_step(
     config: TrainConfig, objective: Objective, degrees: Degrees, limit: int
 ) -> tuple[Remat, Footprint]:
