@@ -88,6 +88,9 @@ CHECKS = (
     Check(backend="cudnn"),
     Check(backend="cudnn", causal=False, kv_heads=2, head_dim=64),
     Check(backend="cudnn", degrees=st.Degrees.startrail(8, c=2)),
+    Check(backend="cudnn", packed=True, kv_heads=2, seq_len=8192),
+    Check(backend="cudnn", packed=True, seq_len=8192, degrees=st.Degrees(ring=2)),
+    Check(backend="cudnn", packed=True, window=700, seq_len=8192, degrees=st.Degrees(ring=2)),
     Check(backend="tiled", packed=True, kv_heads=2, seq_len=8192),
     Check(backend="cudnn", window=3000, kv_heads=2, seq_len=8192),
     Check(backend="cudnn", window=500, seq_len=8192, degrees=st.Degrees(ring=4)),
@@ -157,7 +160,9 @@ def ours(check: Check, mesh: Mesh) -> Callable[..., tuple[Array, ...]]:
     """out, dq, dk and dv of `check.inputs()` by the package."""
     options: dict[str, Any] = dict(backend=check.backend, causal=check.causal, window=check.window)
     if check.degrees.sequence > 1:
-        return lambda *inputs: at_once(check.degrees, mesh, *inputs[:4], **options)
+        return lambda q, k, v, dout, ids: at_once(
+            check.degrees, mesh, q, k, v, dout, ids if check.packed else None, **options
+        )
     attention = st.Attention(mesh, **options)
 
     def compute(q: Array, k: Array, v: Array, dout: Array, ids: Array) -> tuple[Array, ...]:
@@ -175,6 +180,7 @@ def at_once(
     k: Array,
     v: Array,
     dout: Array,
+    ids: Array | None,
     **options: Any,
 ) -> tuple[Array, ...]:
     """out, dq, dk and dv as the devices of a mesh compute them, as a batch on one device.
@@ -185,6 +191,7 @@ def at_once(
         degrees: of the mesh, with a head degree of 1.
         device_mesh: a mesh of the device.
         q, k, v, dout: the whole sequence, in natural order.
+        ids: segment ids, or None.
         options: of `Attention`.
     """
     sizes = tuple(getattr(degrees, role) for role in ROLES)
@@ -195,8 +202,13 @@ def at_once(
     axes = schedule.ring, schedule.group, schedule.team
     split_over = tuple(axis.degree for axis in axes)
 
-    def on_device(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
-        (out, lse), pull = jax.vjp(functools.partial(vjp.sharded_attention, schedule), q, k, v)
+    def on_device(q: Array, k: Array, v: Array, dout: Array, *packed: Array) -> tuple[Array, ...]:
+        (ids,) = packed or (None,)
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            return vjp.sharded_attention(schedule, q, k, v, ids, ids)
+
+        (out, lse), pull = jax.vjp(attend, q, k, v)
         return out, *pull((dout, jnp.zeros_like(lse)))
 
     devices: Callable[..., Any] = on_device
@@ -215,7 +227,8 @@ def at_once(
     # That of the package asks the mesh, of which there is none, for the order of its axes.
     permute = lambda x, axis, pairs: lax.ppermute(x, axis.names, pairs)  # noqa: E731
     with mock.patch.object(collectives, "permute", permute):
-        return tuple(map(join, devices(*map(split, (q, k, v, dout)))))
+        given = (q, k, v, dout) if ids is None else (q, k, v, dout, ids)
+        return tuple(map(join, devices(*map(split, given))))
 
 
 def jax_attention(check: Check, implementation: Any) -> Callable[..., tuple[Array, ...]]:

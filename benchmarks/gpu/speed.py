@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,30 +24,49 @@ GUESSED_RATE, GUESSED_SETUP = 2e14, 5.0
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention over a whole sequence."""
+    """One attention over whole sequences."""
 
     seq_len: int
     causal: bool = True
     heads: int = 16
     kv_heads: int = 16
     head_dim: int = 128
+    window: int | None = None
+    documents: int = 0
+    """Mean length of the documents that lie packed in the rows; 0 for rows without documents."""
+    rows: int = 1
 
     def __str__(self) -> str:
         length = f"{self.seq_len // 1024}K" if self.seq_len % 1024 == 0 else str(self.seq_len)
         mask = "causal" if self.causal else "full"
-        return f"{length} {mask} {self.heads}/{self.kv_heads}x{self.head_dim}"
+        mask += f" window {self.window}" if self.window else ""
+        mask += f" documents {self.documents}" if self.documents else ""
+        rows = f"{self.rows} x " if self.rows > 1 else ""
+        return f"{rows}{length} {mask} {self.heads}/{self.kv_heads}x{self.head_dim}"
+
+    @property
+    def ids(self) -> np.ndarray | None:
+        """Segment ids [rows, seq_len] of documents of exponentially distributed lengths."""
+        if not self.documents:
+            return None
+        fresh = np.random.default_rng(0).random((self.rows, self.seq_len)) < 1 / self.documents
+        return fresh.cumsum(1).astype(np.int32)
 
     def flops(self, step: str) -> float:
         """Useful floating-point operations: those of visible pairs."""
         n = self.seq_len
-        pairs = n * (n + 1) // 2 if self.causal else n * n
+        place = np.arange(n)[None]
+        if self.ids is not None:
+            place = np.stack([np.arange(n) - np.searchsorted(x, x) for x in self.ids])
+        near = np.minimum(place + 1, self.window or n) if self.causal else np.full((1, n), n)
+        pairs = int(near.sum()) * (1 if self.documents else self.rows)
         return (1 if step == FORWARD else 3.5) * 4 * pairs * self.heads * self.head_dim
 
     def arrays(self) -> tuple[jax.Array, ...]:
         """Normal q, k, v and dout."""
         keys = jax.random.split(jax.random.key(0), 4)
         return tuple(
-            jax.random.normal(key, (1, self.seq_len, n, self.head_dim), jnp.bfloat16)
+            jax.random.normal(key, (self.rows, self.seq_len, n, self.head_dim), jnp.bfloat16)
             for key, n in zip(
                 keys, (self.heads, self.kv_heads, self.kv_heads, self.heads), strict=True
             )
@@ -59,6 +77,10 @@ class Problem:
 # sequence: the last rows show how the kernels serve these.
 PROBLEMS = (
     Problem(65536),
+    Problem(131072, heads=4, kv_heads=1, window=512),
+    Problem(4096, heads=32, kv_heads=8, rows=8, documents=1000),
+    Problem(131072, heads=4, kv_heads=1, documents=4000),
+    Problem(16384, heads=32, kv_heads=8, documents=2000, window=1024),
     Problem(262144),
     Problem(65536, kv_heads=4),
     Problem(65536, causal=False),
@@ -72,7 +94,7 @@ TINY_PROBLEMS = (Problem(128, heads=2, kv_heads=1, head_dim=16),)
 
 def measure(report: Report) -> None:
     """Measures and prints all rows, one problem after another."""
-    print(f"\n{'':<20}{'tokens, mask, heads':<24}{'step':<8}{'ms':>10}{'TFLOP/s':>11}{'x (a)':>7}"
+    print(f"\n{'':<20}{'tokens, mask, heads':<44}{'step':<8}{'ms':>10}{'TFLOP/s':>11}{'x (a)':>7}"
           f"{'GiB':>10}")  # fmt: skip
     for problem in TINY_PROBLEMS if report.tiny else PROBLEMS:
         # Two calls to warm up, and some samples, of both rows.
@@ -93,7 +115,7 @@ def measure_rows(report: Report, problem: Problem) -> None:
     }
     time_in_turn(list(programs.values()), SAMPLES, min(SAMPLING_SECONDS, report.seconds_left / 4))
     for (name, step), program in programs.items():
-        line = f"{name:<20}{problem!s:<24}{step:<8}"
+        line = f"{name:<20}{problem!s:<44}{step:<8}"
         if program.error:
             print(f"{line}  {program.error}")
             continue
@@ -106,18 +128,26 @@ def measure_rows(report: Report, problem: Problem) -> None:
 def program_of(
     report: Report, problem: Problem, name: str, step: str, arrays: tuple[jax.Array, ...]
 ) -> Program:
-    """The program of a row on q, k, v and dout."""
-    causal, backend = problem.causal, "xla" if report.tiny else "cudnn"
-    attend: Callable[..., Any] = st.Attention(report.mesh, causal=causal, backend=backend)
-    if name == JAX:
-        attend = functools.partial(
-            jax.nn.dot_product_attention, is_causal=causal, implementation=backend
-        )
+    """The program of a row on q, k, v and dout; that of jax leaves documents out."""
+    causal, window, backend = problem.causal, problem.window, "xla" if report.tiny else "cudnn"
+    attention = st.Attention(report.mesh, causal=causal, window=window, backend=backend)
+    of_jax = functools.partial(
+        jax.nn.dot_product_attention,
+        is_causal=causal,
+        local_window_size=window and (window - 1, 0),
+        implementation=backend,
+    )
 
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
-        out, vjp = jax.vjp(attend, q, k, v)
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *ids: jax.Array) -> Any:
+        if name == JAX:
+            return of_jax(q, k, v)
+        return attention(q, k, v, segment_ids=ids[0] if ids else None)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *ids: jax.Array) -> Any:
+        out, vjp = jax.vjp(lambda q, k, v: forward(q, k, v, dout, *ids), q, k, v)
         return out, vjp(dout)
 
-    forward = lambda q, k, v, dout: attend(q, k, v)  # noqa: E731
+    if problem.ids is not None:
+        arrays = *arrays, jnp.asarray(problem.ids)
     options = None if name == JAX else report.options
     return Program(both if step == BOTH else forward, arrays, options)

@@ -42,6 +42,8 @@ class Explanation:
     kernels: dict[str, float]
     """For backend "tiled", the part of the work in tiles that are "full" and "causal", which cuDNN
     attends, and in "dense" ones; without segment ids, which only cut up tiles."""
+    packed: bool
+    """Whether there are segment ids."""
     query_tokens: int
     """Tokens of a query unit: a kernel call has at most so many queries."""
     key_tokens: int
@@ -94,6 +96,11 @@ class Explanation:
         if self.kernels:
             work = ", ".join(f"{part:.0%} {kind}" for kind, part in self.kernels.items())
             lines.append(f"  work in tiles, of which cuDNN attends the full and causal: {work}")
+        if self.packed and self.backend == "cudnn":
+            lines.append(
+                "  each call is cut to packed documents, if their ids increase along the sequence; "
+                "tiles serve other ids"
+            )
         if self.exchange == "sparse":
             moves = " + ".join(f"{keys:,}" for keys in self.moves) or "no"
             lines.append(
@@ -201,6 +208,7 @@ def explain(
         refusals=choice.refusals,
         dense=dense,
         kernels=kernels,
+        packed=share.packed,
         query_tokens=share.query_tokens * schedule.team.degree,
         key_tokens=share.key_tokens * schedule.group.degree,
         cases=cases,

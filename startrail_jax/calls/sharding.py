@@ -221,10 +221,10 @@ class Sharded:
             result = attention.unpad(out, seq_len=1000)
 
         Padding costs its share of work and memory: fewer than `layout.multiple` tokens, the
-        sequence degree, or twice that under zigzag. On GPUs segment ids may cost more: "cudnn"
-        serves none, so that "tiled" takes over. A causal attention gives the tokens the same
-        outputs and gradients without them, as long as the padding has no part in the loss: no token
-        sees what comes after it.
+        sequence degree, or twice that under zigzag. On GPUs older than Hopper, and without a causal
+        mask, segment ids cost more: "cudnn" refuses them there, and "tiled" takes over. A causal
+        attention gives the tokens the same outputs and gradients without them, as long as the
+        padding has no part in the loss: no token sees what comes after it.
 
         Args:
             *trees: arrays, or trees of arrays, in natural order, as `shard` takes them, all with

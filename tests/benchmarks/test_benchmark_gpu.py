@@ -34,21 +34,26 @@ def test_program_for_a_gpu_has_kernels_of_forward_and_backward():
 
 
 @pytest.mark.parametrize(
-    ("degrees", "causal"),
-    [(st.Degrees.startrail(8, c=2), True), (st.Degrees(team=3, ring=2), False)],
+    ("degrees", "causal", "packed"),
+    [
+        (st.Degrees.startrail(8, c=2), True, False),
+        (st.Degrees(team=3, ring=2), False, False),
+        (st.Degrees(ring=2), True, True),
+    ],
     ids=str,
 )
 @pytest.mark.slow
-def test_devices_at_once_compute_the_attention(degrees, causal):
+def test_devices_at_once_compute_the_attention(degrees, causal, packed):
     check = errors.Check(
         backend="xla", dtype="float32", heads=2, kv_heads=1, head_dim=8, seq_len=96,
-        causal=causal, degrees=degrees,
+        causal=causal, packed=packed, degrees=degrees,
     )  # fmt: skip
     mesh = st.make_mesh(st.Degrees(), devices=jax.devices()[:1])
     q, k, v, dout, ids = check.inputs()
     found = jax.jit(errors.ours(check, mesh), compiler_options=QUICK)(q, k, v, dout, ids)
-    out, _ = oracle.attention(q, k, v, causal=causal)
-    wanted = (out, *oracle.gradients(q, k, v, dout, causal=causal))
+    mask = dict(causal=causal, segment_ids=np.asarray(ids) if packed else None)
+    out, _ = oracle.attention(q, k, v, **mask)
+    wanted = (out, *oracle.gradients(q, k, v, dout, **mask))
     assert max(errors.errors(found, wanted)) < 2e-6
 
 
@@ -68,10 +73,14 @@ def test_reference_computes_what_the_row_says(causal):
     assert max(errors.errors(results, expected)) < 2e-6
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_useful_work_counts_visible_pairs(causal):
-    problem = speed.Problem(12, causal, heads=4, kv_heads=2, head_dim=8)
-    pairs = oracle.visible(12, 12, causal=causal).sum()
+@pytest.mark.parametrize(
+    ("causal", "options"),
+    [(True, {}), (True, dict(window=5)), (True, dict(rows=3, documents=4)), (False, dict(rows=2))],
+)
+def test_useful_work_counts_visible_pairs(causal, options):
+    problem = speed.Problem(12, causal, heads=4, kv_heads=2, head_dim=8, **options)
+    mask = dict(causal=causal, window=problem.window, segment_ids=problem.ids)
+    pairs = np.broadcast_to(oracle.visible(12, 12, **mask), (problem.rows, 12, 12)).sum()
     assert problem.flops(speed.FORWARD) == 2 * 2 * pairs * 4 * 8
     assert problem.flops(speed.BOTH) == 7 * 2 * pairs * 4 * 8
 

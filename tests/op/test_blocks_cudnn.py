@@ -18,7 +18,7 @@ import oracle
 import startrail_jax as st
 from refusals import refused
 from startrail_jax import blocks
-from startrail_jax.blocks import cudnn
+from startrail_jax.blocks import cudnn, kernels
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.pieces import pieces_by_offset, pieces_of_window
 from startrail_jax.blocks.softmax import merge_partials
@@ -77,8 +77,8 @@ def test_custom_calls_are_those_that_jax_makes(jax_own, dtype, kv_heads, causal)
     x = arguments(dtype, kv_heads)
 
     def ours(q, k, v, dout):
-        out, lse = cudnn.attend(q, k, v, 0.3, causal)
-        return out, cudnn.gradients(q, k, v, lse, out, dout, 0.3, causal)
+        out, lse = kernels.attend(q, k, v, 0.3, causal)
+        return out, kernels.gradients(q, k, v, lse, out, dout, 0.3, causal)
 
     operands = x["q"], x["k"], x["v"], x["dout"]
     found = custom_calls(ours, *operands)
@@ -100,14 +100,50 @@ def test_custom_calls_with_a_window_are_those_that_jax_makes(jax_own, kv_heads, 
     operands = x["q"], key, key, x["dout"]
 
     def ours(q, k, v, dout):
-        out, lse = cudnn.attend(q, k, v, 0.3, True, window)
-        return out, cudnn.gradients(q, k, v, lse, out, dout, 0.3, True, window)
+        out, lse = kernels.attend(q, k, v, 0.3, True, window)
+        return out, kernels.gradients(q, k, v, lse, out, dout, 0.3, True, window)
 
     found = custom_calls(ours, *operands)
     assert found == custom_calls(lambda *x: jax_own(*x, 0.3, True, window), *operands)
     assert [x[1]["cudnn_fmha_backend_config"]["sliding_window_length"] for x in found] == [
         window
     ] * 2
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 20), (False, 0)])
+def test_custom_calls_with_segments_are_those_that_jax_makes(jax_own, causal, window, starts):
+    x = arguments("bfloat16", 2)
+    operands = x["q"], x["k"], x["v"], x["dout"]
+    if window:
+        key = jax.ShapeDtypeStruct((BATCH, QUERIES, 2, HEAD_DIM), jnp.bfloat16)
+        operands = x["q"], key, key, x["dout"]
+    count = 5 if starts else 1
+    lengths, begins = np.full(BATCH * count, 3, np.int32), 4 * np.arange(BATCH * count, dtype="i4")
+
+    def ours(q, k, v, dout):
+        given = (lengths, lengths, begins, begins) if starts else (lengths, lengths)
+        segments = kernels.Segments(*map(jnp.asarray, given))
+        out, lse = kernels.attend(q, k, v, 0.3, causal, window, segments)
+        return out, kernels.gradients(q, k, v, lse, out, dout, 0.3, causal, window, segments)
+
+    def theirs(q, k, v, dout):
+        mask = jax_cudnn.MaskType.PADDING_CAUSAL if causal else jax_cudnn.MaskType.PADDING
+        shape = (BATCH, count) if starts else (BATCH,)
+        told = dict(q_seqlen=lengths.reshape(shape), kv_seqlen=lengths.reshape(shape))
+        if starts:
+            ends = np.zeros((BATCH, count + 1), np.int32)
+            told |= dict(q_offsets=ends, kv_offsets=ends)
+        told = jax.tree.map(jnp.asarray, told)
+        attend = lambda q, k, v: jax_cudnn.dot_product_attention(  # noqa: E731
+            q, k, v, scale=0.3, mask_type=mask, sliding_window_length=window or None, **told
+        )
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(dout)
+
+    found = custom_calls(ours, *operands)
+    assert len(found) == 2
+    assert found == custom_calls(theirs, *operands)
 
 
 def test_window_of_jax_nn_is_the_length_of_the_call(jax_own):
@@ -118,7 +154,7 @@ def test_window_of_jax_nn_is_the_length_of_the_call(jax_own):
         q, k, v, is_causal=True, local_window_size=(4, 0), scale=0.3, implementation="cudnn"
     )
     (theirs,) = custom_calls(attend, q, q, q)
-    (ours,) = custom_calls(lambda q, k, v: cudnn.attend(q, k, v, 0.3, True, 5)[0], q, q, q)
+    (ours,) = custom_calls(lambda q, k, v: kernels.attend(q, k, v, 0.3, True, 5)[0], q, q, q)
     assert ours[1] == theirs[1]
 
 
@@ -129,8 +165,8 @@ def test_custom_calls_lower_inside_shard_map(check_vma):
     query, key = P(None, "ring", "tensor"), P(None, "ring")
 
     def attend(q, k):
-        out, lse = cudnn.attend(q, k, k, 0.3, True)
-        return out, cudnn.gradients(q, k, k, lse, out, q, 0.3, True)[0]
+        out, lse = kernels.attend(q, k, k, 0.3, True)
+        return out, kernels.gradients(q, k, k, lse, out, q, 0.3, True)[0]
 
     step = jax.shard_map(
         attend, mesh=mesh, in_specs=(query, key), out_specs=(query, query), check_vma=check_vma
@@ -323,7 +359,7 @@ def test_output_for_gives_delta(dtype, bound, size):
     rng = np.random.default_rng(0)
     dout = jnp.asarray(size * rng.normal(size=(2, 64, 3, 32)), dtype).at[0, :5].set(0)
     delta = jnp.asarray(size * rng.normal(size=(2, 3, 64)), jnp.float32).at[:, :, 10:15].set(0)
-    out, changed = cudnn.output_for(delta, dout)
+    out, changed = kernels.output_for(delta, dout)
     assert out.dtype == changed.dtype == dout.dtype
     found = np.einsum("btnh,btnh->bnt", *(np.asarray(x, np.float64) for x in (out, changed)))
     assert np.linalg.norm(found - delta) < bound * np.linalg.norm(delta)
@@ -351,7 +387,7 @@ def test_output_for_in_float16_keeps_small_gradients_of_lse(size):
     rng = np.random.default_rng(0)
     delta = jnp.asarray(size * rng.normal(size=(1, 2, 64)), jnp.float32)
     dout = jnp.zeros((1, 64, 2, 64), jnp.float16)
-    out, changed = cudnn.output_for(delta, dout)
+    out, changed = kernels.output_for(delta, dout)
     found = np.einsum("btnh,btnh->bnt", *(np.asarray(x, np.float64) for x in (out, changed)))
     assert np.linalg.norm(found - delta) < 2.0**-10 * np.linalg.norm(delta)
     assert np.abs(np.asarray(changed, np.float32)).max() <= max(2.0**-24, size * 2.0**-17)
@@ -381,7 +417,7 @@ def test_gpu_blocks_under_x64_and_strict_promotion(monkeypatch, degrees):
 def test_vmap_calls_the_kernel_for_each():
     x = arguments("bfloat16", 6)
     stacked = [jax.ShapeDtypeStruct((3, *x[name].shape), x[name].dtype) for name in ("q", "k", "v")]
-    attend = jax.vmap(lambda q, k, v: cudnn.attend(q, k, v, 0.3, False))
+    attend = jax.vmap(lambda q, k, v: kernels.attend(q, k, v, 0.3, False))
     assert len(custom_calls(attend, *stacked)) == 1
 
 
@@ -405,7 +441,7 @@ REQUEST = dict(
             "multiple of 8 of at most 256 .*; got 264",
         ),
         (dict(mask=Window(4, 2)), r"causal windows; got mask=Window\(left=4, right=2\)"),
-        (dict(packed=True), "know no documents; got segment_ids"),
+        (dict(packed=True), r"from compute capability 9\.0 on; got 8\.0 and segment_ids"),
         (dict(num_cases=129), "at most 128 sets .*; got 129"),
     ],
 )

@@ -63,13 +63,24 @@ def test_the_mesh_is_the_default_and_every_better_backend_says_why_not():
     assert "not 'cudnn': it needs NVIDIA GPUs; got platform 'cpu'" in str(explanation)
 
 
+def test_documents_on_hopper_are_calls_of_cudnn_and_on_ampere_tiles():
+    packed = attention(st.Degrees(ring=4))
+    explanation = packed.explain(**SIZES, packed=True, **HOPPER)
+    assert (explanation.backend, explanation.packed) == ("cudnn", True)
+    assert "each call is cut to packed documents" in str(explanation)
+    assert "cut to packed documents" not in str(packed.explain(**SIZES, **HOPPER))
+    ampere = packed.explain(**SIZES, packed=True, platform="cuda", capability=(8, 0))
+    assert ampere.backend == "tiled"
+    assert "from compute capability 9.0 on" in ampere.refusals["cudnn"]
+
+
 @pytest.mark.parametrize(
     ("options", "sizes", "refusal", "dense"),
     [
         (dict(mask=st.masks.Window(99, 5), causal=None), {}, "mask=Window(left=99, right=5)", None),
-        ({}, dict(packed=True), "segment_ids", None),
+        (dict(causal=False), dict(packed=True), "documents under causal masks", None),
         ({}, dict(dtype="float32"), "got float32", "got float32"),
-        (dict(window=100), dict(head_dim=136, packed=True), "documents", "at most 128"),
+        (dict(window=100), dict(head_dim=264, packed=True), "at most 256", "at most 128"),
     ],
 )
 @pytest.mark.slow_except_every(5)
@@ -84,7 +95,7 @@ def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, size
     ("options", "sizes", "kernels"),
     [
         # Tiles of 256 tokens, the runs of zigzag order: 16 on the diagonal, 120 below it.
-        ({}, dict(packed=True), (120, 16 / 2, 0)),
+        (dict(backend="tiled"), dict(packed=True), (120, 16 / 2, 0)),
         # A length that is not known yet: all else may be visible.
         (dict(mask=st.masks.Prefix()), {}, (120, 0, 136)),
         # Of 512 tokens: 8 on the diagonal, and those that the end of the window cuts, which are

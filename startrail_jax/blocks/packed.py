@@ -1,0 +1,367 @@
+"""Packed documents on cuDNN's kernels: the calls of a set of pieces, cut to documents.
+
+Where documents lie one after another in order of position, two kinds of calls remain of `Pieces`:
+
+* A square, in which queries and keys are the same tokens. Each document in it is a segment, and all
+  documents of about one length are one call. The kernels have a workspace as large as if each
+  segment had the length of the longest, so there is a call for documents of up to t tokens, of up
+  to t / `STEP`, and so on: each has `STEP` times the workspace of a call without documents, however
+  many documents there are; the last one, of documents of less than 1,024 tokens, up to 16 times.
+* A rectangle, or a square at the far end of a window, whose keys all come before its queries. They
+  have at most one document in common: its last keys and its first queries.
+
+`serves` says whether documents lie so; only the device knows. A call without a segment is skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int32, Shaped
+
+from startrail_jax.blocks import kernels
+from startrail_jax.blocks.kernels import Segments
+from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.xla.varying import alike
+
+# Ratio of the longest and the shortest document of one call, and the fewest tokens that the longest
+# document of a call may have.
+STEP, LEAST = 4, 256
+
+# Tokens that documents must have on average, those that share the call of the shortest ones.
+SHORTEST = 64
+
+Ids = tuple[Int32[Array, "_ _"], Int32[Array, "_ _"]]
+"""Segment ids [b, t] of the queries and [b, s] of the keys of a call."""
+
+
+def fits(*shapes: tuple[int, ...]) -> bool:
+    """Whether the kernels can count the elements of arrays [b, t, n, h], in 32 bits."""
+    return all(_padded(b, t)[0] * n * h < 2**31 for b, t, n, h in shapes)
+
+
+def in_order(ids: Int32[Array, "b t"]) -> Bool[Array, ""]:
+    """Whether the ids of documents increase in each row, so that each document is one run."""
+    fresh = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], 1)
+    before = jnp.concatenate([jnp.full_like(ids[:, :1], -1), ids[:, :-1]], 1)
+    return (~fresh | (ids < 0) | (ids > lax.cummax(before, 1))).all()
+
+
+def serves(ids: Ids, square: bool) -> Bool[Array, ""]:
+    """Whether the documents of a call lie as the kernels need it, if all ids are `in_order`.
+
+    Args:
+        ids: segment ids of the queries and keys of the call.
+        square: whether these are the same tokens.
+    """
+    queries, keys = ids
+    if square:
+        documents = _Documents.of(queries)
+        *_, last = _levels(*queries.shape)
+        return (queries == keys).all() & (documents.first(last).sum() <= last.segments)
+    # No key may be of a later document than the first one of the queries. Of that document come
+    # the last keys and the first queries.
+    first = jnp.where(queries < 0, jnp.iinfo(queries.dtype).max, queries).min(1)
+    latest = keys.max(1)
+    at_border = (queries[:, 0] == first) & (keys[:, -1] == latest)
+    return ((latest < first) | ((latest == first) & at_border)).all()
+
+
+def attend(
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    ids: Ids,
+    scale: float,
+    square: bool,
+    window: int,
+    reverse: bool,
+) -> tuple[OutShard, LseShard]:
+    """Attention of the queries of a call to the keys of their documents.
+
+    Args:
+        q, k, v: the queries and keys of a call, in order of position.
+        ids: their segment ids, which the call `serves`.
+        scale: factor of the logits.
+        square: whether queries and keys are the same tokens, under a causal mask.
+        window: keys that a query of a square sees; 0 for all before it.
+        reverse: whether query i sees only keys j >= i, for a call that is no square.
+
+    Returns:
+        out in the dtype of q, 0 in rows that see no key, and lse in float32, EMPTY there.
+    """
+    b, t, n, _ = q.shape
+    zeros = jnp.zeros((b, t, n, v.shape[-1]), q.dtype), jnp.full((b, n, t), EMPTY, jnp.float32)
+    out, lse, *_ = alike(*zeros, q, ids[0])
+    if not square:
+        common = _Common.of(ids)
+
+        def cross(out: OutShard, lse: LseShard) -> tuple[OutShard, LseShard]:
+            rows, keys, values = common.turned(q, reverse), kernels.turned(k), kernels.turned(v)
+            segments = common.segments(t, reverse)
+            found = kernels.attend(rows, keys, values, scale, reverse, 0, segments)
+            here, stats = (common.restored(x, t, reverse) for x in found)
+            return common.of_queries(here, out), common.of_queries(stats, lse)
+
+        return lax.cond(common.any, cross, lambda out, lse: (out, lse), out, lse)
+    documents = _Documents.of(ids[0])
+    for level in _levels(b, t):
+
+        def visit(out: OutShard, lse: LseShard, level: _Level = level) -> tuple[Array, ...]:
+            segments, places = documents.segments(level)
+            rows, keys, values = map(level.shaped, (q, k, v))
+            here, stats = kernels.attend(rows, keys, values, scale, True, window, segments)
+            here = level.restored(here, b, t)
+            return places.put(out, here), places.put(lse, places.to_tokens(stats, b, t))
+
+        out, lse = _if_any(documents, level, visit, (out, lse))
+    return out, lse
+
+
+def gradients(
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    lse: LseShard,
+    out: OutShard,
+    dout: OutShard,
+    ids: Ids,
+    scale: float,
+    square: bool,
+    window: int,
+    reverse: bool,
+) -> tuple[Array, ...]:
+    """What a call contributes to dq, dk and dv, for any lse and out; see `attend` for the others.
+
+    Returns:
+        dq, dk and dv in the dtype of q, 0 where the call shows nothing.
+    """
+    b, t = q.shape[:2]
+    found = tuple(alike(jnp.zeros_like(x), x, q, ids[0])[0] for x in (q, k, v))
+    if not square:
+        common = _Common.of(ids)
+
+        def cross(*zeros: Array) -> tuple[Array, ...]:
+            # Queries of other documents see no key, and their gradients must not count.
+            rows = (
+                q,
+                common.of_queries(lse, jnp.full_like(lse, -EMPTY)),
+                out,
+                common.of_queries(dout, jnp.zeros_like(dout)),
+            )
+            rows, lse_here, out_here, dout_here = (common.turned(x, reverse) for x in rows)
+            keys, values, segments = *map(kernels.turned, (k, v)), common.segments(t, reverse)
+            dq, dk, dv = kernels.gradients(
+                rows, keys, values, lse_here, out_here, dout_here, scale, reverse, 0, segments
+            )
+            dk, dv = (kernels.unturned(x, k.shape[1]) for x in (dk, dv))
+            dq = common.of_queries(common.restored(dq, t, reverse), zeros[0])
+            return dq, common.of_keys(dk, zeros[1]), common.of_keys(dv, zeros[2])
+
+        return lax.cond(common.any, cross, lambda *zeros: zeros, *found)
+    documents = _Documents.of(ids[0])
+    # A kernel may read what lies beside a document.
+    dout = jnp.where(ids[0][..., None, None] < 0, jnp.zeros_like(dout), dout)
+    for level in _levels(b, t):
+
+        def visit(*so_far: Array, level: _Level = level) -> tuple[Array, ...]:
+            segments, places = documents.segments(level)
+            rows, keys, values, out_rows, dout_rows = map(level.shaped, (q, k, v, out, dout))
+            stats = places.to_segments(lse)
+            grads = kernels.gradients(
+                rows, keys, values, stats, out_rows, dout_rows, scale, True, window, segments
+            )
+            return tuple(
+                places.put(total, level.restored(dx, b, t))
+                for total, dx in zip(so_far, grads, strict=True)
+            )
+
+        found = _if_any(documents, level, visit, found)
+    return found
+
+
+class _Level(NamedTuple):
+    """The documents of a square whose lengths are in a range: those of one call."""
+
+    shorter: int
+    """Their length is greater than this."""
+    size: int
+    """And at most this. It is the length of a row for the kernel."""
+    rows: int
+    """Number of rows for the kernel: so many hold all tokens of the square."""
+    segments: int
+    """Number of documents that fit."""
+
+    def shaped(self, x: Shaped[Array, "b t n h"]) -> Shaped[Array, "_ _ n h"]:
+        """An array as the kernel gets it."""
+        flat = x.reshape(-1, *x.shape[2:])
+        missing = self.rows * self.size - flat.shape[0]
+        if missing:
+            flat = jnp.pad(flat, ((0, missing), (0, 0), (0, 0)))
+        return flat.reshape(self.rows, self.size, *x.shape[2:])
+
+    def restored(self, x: Shaped[Array, "_ _ n h"], b: int, t: int) -> Shaped[Array, "b t n h"]:
+        """The inverse of `shaped`."""
+        return x.reshape(-1, *x.shape[2:])[: b * t].reshape(b, t, *x.shape[2:])
+
+
+def _padded(b: int, t: int) -> tuple[int, int, int]:
+    """Tokens of all rows of a square together, filled up so that every level cuts them into equal
+    rows; tokens of the longest row; and the number of levels."""
+    count = 1
+    while t >= LEAST * STEP**count:
+        count += 1
+    unit = STEP ** (count - 1)
+    size = -(-t // unit) * unit
+    return -(-b * t // size) * size, size, count
+
+
+@functools.lru_cache(maxsize=256)
+def _levels(b: int, t: int) -> tuple[_Level, ...]:
+    """The levels of a square of b rows of t tokens, the longest documents first."""
+    tokens, size, count = _padded(b, t)
+    sizes = [size // STEP**i for i in range(count)]
+    *longer, last = (
+        _Level(shorter, size, tokens // size, STEP * tokens // size)
+        for size, shorter in zip(sizes, [*sizes[1:], 0], strict=True)
+    )
+    many = max(STEP, -(-last.size // SHORTEST))
+    return *longer, last._replace(segments=many * last.rows)
+
+
+def _if_any(
+    documents: _Documents,
+    level: _Level,
+    visit: Callable[..., tuple[Array, ...]],
+    so_far: tuple[Array, ...],
+) -> tuple[Array, ...]:
+    """Visits a level if it has a document."""
+    return lax.cond(documents.first(level).any(), visit, lambda *so_far: so_far, *so_far)
+
+
+class _Documents(NamedTuple):
+    """The documents of a square, as numbers for each token of all its rows."""
+
+    fresh: Bool[Array, " tokens"]
+    """Whether a token is the first of its document."""
+    place: Int32[Array, " tokens"]
+    """Number of tokens before it in its document."""
+    length: Int32[Array, " tokens"]
+    """Tokens of its document; 0 for a token of none."""
+
+    @classmethod
+    def of(cls, ids: Int32[Array, "b t"]) -> _Documents:
+        """Those with the ids, each of which is one run."""
+        new_row = jnp.ones_like(ids[:, :1], bool)
+        fresh = jnp.concatenate([new_row, ids[:, 1:] != ids[:, :-1]], 1).reshape(-1)
+        index, ids = jnp.arange(fresh.size, dtype=jnp.int32), ids.reshape(-1)
+        start = lax.cummax(jnp.where(fresh, index, 0))
+        later = jnp.where(fresh, index, index.size)[1:]
+        last = alike(jnp.full(1, index.size, jnp.int32), later)[0]
+        end = lax.cummin(jnp.concatenate([later, last]), reverse=True)
+        return cls(fresh, index - start, jnp.where(ids < 0, 0, end - start))
+
+    def within(self, level: _Level) -> Bool[Array, " tokens"]:
+        """Whether each token's document is one of a level."""
+        return (self.length > level.shorter) & (self.length <= level.size)
+
+    def first(self, level: _Level) -> Bool[Array, " tokens"]:
+        """Whether each token is the first one of a document of a level."""
+        return self.fresh & self.within(level)
+
+    def segments(self, level: _Level) -> tuple[Segments, _Places]:
+        """The documents of a level as segments, and where their tokens lie in these."""
+        within, first = self.within(level), self.first(level)
+        end = level.rows * level.size
+        (starts,) = jnp.nonzero(first, size=level.segments, fill_value=end)
+        starts = starts.astype(jnp.int32)
+        lengths = jnp.take(self.length, starts, fill_value=0)
+        number = jnp.cumsum(first, dtype=jnp.int32) - 1
+        places = _Places(within, number, self.place, level)
+        return Segments(lengths, lengths, starts, starts), places
+
+
+class _Places(NamedTuple):
+    """Where the tokens of a square lie in the segments of a level."""
+
+    within: Bool[Array, " tokens"]
+    """Whether each lies in one."""
+    number: Int32[Array, " tokens"]
+    """Of which segment."""
+    place: Int32[Array, " tokens"]
+    """And at which place."""
+    level: _Level
+
+    def put(self, into: Array, x: Array) -> Array:
+        """x [b, t, n, h] or [b, n, t] where tokens lie in the segments, and `into` elsewhere."""
+        if x.ndim == 4:
+            return jnp.where(self.within.reshape(*x.shape[:2], 1, 1), x, into)
+        return jnp.where(self.within.reshape(x.shape[0], 1, x.shape[2]), x, into)
+
+    def to_tokens(self, lse: Shaped[Array, "segments n _"], b: int, t: int) -> LseShard:
+        """lse of the tokens, from that of the segments."""
+        number = jnp.where(self.within, self.number, 0)
+        place = jnp.where(self.within, self.place, 0)
+        return lse[number, :, place].reshape(b, t, -1).swapaxes(1, 2)
+
+    def to_segments(self, lse: LseShard) -> Shaped[Array, "segments n _"]:
+        """lse of the segments, from that of the tokens."""
+        rows = lse.swapaxes(1, 2).reshape(-1, lse.shape[1])
+        zeros = jnp.zeros((self.level.segments, lse.shape[1], self.level.size), lse.dtype)
+        number = jnp.where(self.within, self.number, self.level.segments)
+        return alike(zeros, rows)[0].at[number, :, self.place].set(rows, mode="drop")
+
+
+class _Common(NamedTuple):
+    """What the keys and the queries of a call have in common, where all keys come before."""
+
+    queries: Int32[Array, " b"]
+    """Number of queries of a document that the keys have too: the first ones of each row."""
+    keys: Int32[Array, " b"]
+    """Number of its keys: the last ones of each row."""
+
+    @classmethod
+    def of(cls, ids: Ids) -> _Common:
+        """That of queries and keys with these ids, which `serves` accepts."""
+        queries, keys = ids
+        document = queries[:, :1]
+        there = document[:, 0] >= 0
+        count = jnp.where(there, (keys == document).sum(1, dtype=jnp.int32), 0)
+        others = (queries == document).sum(1, dtype=jnp.int32)
+        return cls(jnp.where(count > 0, others, 0), count)
+
+    @property
+    def any(self) -> Bool[Array, ""]:
+        """Whether there is anything, in some row."""
+        return (self.keys > 0).any()
+
+    def segments(self, tokens: int, reverse: bool) -> Segments:
+        """The segments of keys in reverse order, and of queries likewise if `reverse`."""
+        if not reverse:
+            return Segments(self.queries, self.keys)
+        # The first queries come last then, and the others are dropped.
+        padded = tokens + -tokens % kernels.TILE
+        return Segments(jnp.full_like(self.queries, padded), self.keys)
+
+    def turned(self, x: Array, reverse: bool) -> Array:
+        return kernels.turned(x) if reverse else x
+
+    def restored(self, x: Array, tokens: int, reverse: bool) -> Array:
+        return kernels.unturned(x, tokens) if reverse else x
+
+    def of_queries(self, x: Array, other: Array) -> Array:
+        """x [b, t, n, h] or [b, n, t] for the queries in common, and `other` for the rest."""
+        axis = 1 if x.ndim == 4 else 2
+        seen = np.arange(x.shape[axis])[None] < self.queries[:, None]
+        return jnp.where(seen[:, None] if axis == 2 else seen[..., None, None], x, other)
+
+    def of_keys(self, x: KeyShard, other: KeyShard) -> KeyShard:
+        """x for the keys in common, and `other` for the rest."""
+        tokens = x.shape[1]
+        seen = np.arange(tokens)[None] >= tokens - self.keys[:, None]
+        return jnp.where(seen[..., None, None], x, other)

@@ -1,0 +1,135 @@
+"""Packed documents on cuDNN's kernels, which are emulated: what they compute, and when."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import fake_cudnn
+from attention_cases import Case, check, forward_and_backward, place
+from startrail_jax import Degrees
+from startrail_jax.blocks import packed, tiled
+
+CASES = [
+    Case(
+        degrees=degrees,
+        mask=mask,
+        heads=heads,
+        layout=layout,
+        backward=backward,
+        backend="cudnn",
+        tokens=tokens,
+        seed=seed,
+    )
+    for seed, (degrees, mask, heads, layout, backward, tokens) in enumerate(
+        [
+            (Degrees(), "packed", "grouped", "contiguous", "auto", 61),
+            (Degrees(), "packed_window", "single", "contiguous", "auto", 48),
+            (Degrees(data=2, head=2), "packed", "equal", "contiguous", "auto", 29),
+            (Degrees.ring_attention(4), "packed", "single", "zigzag", "kv", 14),
+            (Degrees.ring_attention(4), "packed", "grouped", "contiguous", "query", 13),
+            (Degrees.ring_attention(3), "packed_window", "equal", "zigzag", "query", 14),
+            (Degrees.ring_attention(2), "packed wide window", "equal", "contiguous", "kv", 23),
+            (Degrees.startrail(8, c=2), "packed", "grouped", "zigzag", "query", 6),
+            (Degrees.startrail(8, c=2), "packed_window", "single", "contiguous", "kv", 9),
+            (Degrees(group=3, ring=2, team=2), "packed", "equal", "zigzag", "query", 8),
+            (Degrees(team=4, ring=2), "packed own_window", "grouped", "zigzag", "kv", 6),
+        ]
+    )
+]
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Kernels that are emulated, several short levels, and a list that grows with each pass of
+    tiles."""
+    fake_cudnn.install(monkeypatch)
+    monkeypatch.setattr(packed, "STEP", 2)
+    monkeypatch.setattr(packed, "LEAST", 4)
+    monkeypatch.setattr(packed, "SHORTEST", 1)
+    # Programs of other tests have other levels, and tell other lists.
+    packed._levels.cache_clear()
+    forward_and_backward.clear_cache()
+    visits = []
+
+    def counted(visit, *operands):
+        jax.debug.callback(lambda: visits.append(visit.__name__))
+        return visit(*operands)
+
+    for visit in (tiled.forward, tiled.backward):
+        monkeypatch.setattr(tiled, visit.__name__, functools.partial(counted, visit))
+    yield visits
+    packed._levels.cache_clear()
+
+
+@pytest.mark.slow_except_every(6)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_documents_match_the_oracle_without_tiles(case, tiles):
+    check(case)
+    jax.effects_barrier()
+    assert not tiles
+
+
+def padded_inside(problem):
+    ids = np.zeros_like(problem.query_ids)
+    ids[0, 15] = -1
+    return dataclasses.replace(problem, query_ids=ids, key_ids=ids)
+
+
+def falling(problem):
+    ids = problem.query_ids.max() - problem.query_ids
+    return dataclasses.replace(problem, query_ids=ids, key_ids=ids)
+
+
+def of_one_token(problem):
+    ids = np.broadcast_to(np.arange(problem.query_ids.shape[1], dtype=np.int32), (3, 40))
+    return dataclasses.replace(problem, query_ids=ids, key_ids=ids)
+
+
+@pytest.mark.parametrize("changed", [padded_inside, falling, of_one_token])
+@pytest.mark.slow_except_every(3)
+def test_other_ids_are_left_to_tiles(changed, tiles, monkeypatch):
+    monkeypatch.setattr(packed, "SHORTEST", 4)
+    case = Case(degrees=Degrees.ring_attention(2), mask="packed", backend="cudnn", tokens=20)
+    case.__dict__["problem"] = changed(case.problem)
+    check(case)
+    jax.effects_barrier()
+    assert {"forward", "backward"} == set(tiles)
+
+
+def test_gradients_of_rows_that_see_no_key_are_not_read(tiles):
+    case = Case(degrees=Degrees(), mask="packed", backend="cudnn", tokens=30)
+    ids = np.where(np.arange(30) < 22, case.problem.query_ids, -1).astype(np.int32)
+    problem = dataclasses.replace(case.problem, query_ids=ids, key_ids=ids)
+    dout = problem.dout.copy()
+    dout[ids < 0] = np.nan
+    spoilt = dataclasses.replace(problem, dout=dout)
+    found, expected = (
+        forward_and_backward(case.attention, *place(case.attention, x)) for x in (spoilt, problem)
+    )
+    chex.assert_trees_all_equal(found, expected)
+    assert not tiles
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 256, 1000, 1024, 4096, 5003, 131072])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_document_has_one_level_with_room_for_it(rows, tokens):
+    levels = packed._levels(rows, tokens)
+    lengths = np.arange(1, tokens + 1)
+    of_level = [(lengths > x.shorter) & (lengths <= x.size) for x in levels]
+    assert (np.sum(of_level, axis=0) == 1).all()
+    for level in levels:
+        assert level.rows * level.size >= rows * tokens
+        assert level.segments % level.rows == 0
+        # A kernel has room for the longest of them, as many as the tokens can be.
+        shortest = max(level.shorter + 1, packed.SHORTEST if level is levels[-1] else 1)
+        assert level.segments >= rows * tokens // shortest
+    assert levels[-1].size < packed.STEP * max(packed.LEAST, packed.STEP)
+
+
+def test_arrays_of_more_elements_than_offsets_count_are_left_to_tiles():
+    assert packed.fits((1, 2**19, 31, 128), (1, 2**19, 8, 128))
+    assert not packed.fits((1, 2**19, 32, 128), (1, 2**19, 8, 128))
