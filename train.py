@@ -137,8 +137,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             num_held_out=config.validation_sequences,
             parts=program.parts,
         )
-        if feed.documents is not None:
-            report.line(f"parts: {feed.documents.line}")
+        if feed.description is not None:
+            report.line(feed.description.line)
 
         with (
             open_run(config, writes=session.is_first) as run_dir,

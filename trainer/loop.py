@@ -96,7 +96,8 @@ class Loop:
         self._since_report: list[float] = []
         self._skipped = 0
         self._left_out = 0
-        self._train_step: Any = None
+        # By the structure of a batch: images of another size have another program.
+        self._train_steps: dict[Any, Any] = {}
         self._memory_bytes = 0
         mesh: Any = program.attention.mesh
         self._devices: list[Any] = list(mesh.devices.flat)
@@ -147,13 +148,16 @@ class Loop:
             report.line(f"whole on every device, since ZeRO cannot split them: {', '.join(whole)}")
         train_step: Any = program.train_step
         # Whether rows have segment ids is said by the data alone: files of tokens may have none.
-        batch = next(self._feed.held_out()) if program.parts is None else program.batch_shapes
+        batches = self._feed.kinds() if program.parts is None else [program.batch_shapes]
         with report.phase("compiling"):
-            self._train_step = train_step.lower(self.state, batch).compile()
-        analysis = self._train_step.memory_analysis()
+            for batch in batches:
+                compiled = train_step.lower(self.state, batch).compile()
+                self._train_steps[jax.tree.structure(batch)] = compiled
+        analyses = [compiled.memory_analysis() for compiled in self._train_steps.values()]
+        analysis = max(analyses, key=step_bytes)
         self._memory_bytes = step_bytes(analysis)
         report.line(f"memory of a device: {describe_memory(analysis)}")
-        documents = self._feed.documents
+        batches = self._feed.description
         peak = peak_flops(self._devices[0].device_kind)
         with writing(config.run_dir):
             report.open(
@@ -162,9 +166,9 @@ class Loop:
                 tensorboard=config.tensorboard,
                 trackers=open_trackers(config, config.run_dir),
                 flops_per_token=program.objective.flops_per_token
-                if documents is None
-                else program.objective.flops_at(documents.mean_length),
-                tokens_per_step=None if documents is None else documents.tokens_per_batch,
+                if batches is None
+                else program.objective.flops_at(batches.mean_length),
+                tokens_per_step=None if batches is None else batches.tokens_per_batch,
                 peak_flops=None if peak is None else peak * len(self._devices),
             )
             if config.tensorboard:
@@ -205,7 +209,8 @@ class Loop:
             if step > 1 and jax.process_count() == 1:
                 self.save(step - 1)
             raise
-        self.state, metrics = self._train_step(self.state, batch)
+        train_step = self._train_steps[jax.tree.structure(batch)]
+        self.state, metrics = train_step(self.state, batch)
         self._position = self._feed.get_state()
         self._unread.append(_Step(step, self._position, metrics))
 

@@ -38,7 +38,7 @@ class Objective(ABC):
     """FLOPs of a training step for each token, over all devices together."""
 
     def flops_at(self, length: int) -> float:
-        """`flops_per_token` in documents of a length, for a task with batches of documents."""
+        """`flops_per_token` of examples of a length, for a task whose batches differ in it."""
         return self.flops_per_token
 
     @property

@@ -19,8 +19,9 @@ from startrail_jax.analysis.ports import read_messages
 from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.batches import place as put
-from trainer.dit.batches import ImageBatch
+from trainer.dit.batches import Grid, ImageBatch
 from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.dit.patches import grid_of
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.parallel.step import Program, StepMetrics
@@ -129,7 +130,8 @@ def random_batch(config: TrainConfig, layout: Layout) -> Any:
     padding = layout.padded_length(config.num_tokens) - config.num_tokens
     patches = layout.permute(np.pad(patches, ((0, 0), (0, padding), (0, 0))))
     numbers = np.arange(rows, dtype=np.int32)
-    return ImageBatch(patches, numbers % CLASSES, None, numbers)
+    grid = Grid(grid_of(config.size, config.model.patch))
+    return ImageBatch(patches, numbers % CLASSES, None, numbers, grid)
 
 
 def random_state(program: Program) -> Any:

@@ -305,7 +305,101 @@ def test_error_of_a_reading_thread_reaches_the_caller():
         firsts(iterator, 20)
 
 
+# Groups.
+
+
+class Numbers:
+    """Examples that are their numbers."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return index
+
+
+def in_groups(groups, *, batch_size, seed=0, **options):
+    return batches.TrainingBatches(
+        Numbers(len(groups)),
+        collate=lambda examples, numbers: np.array([examples, numbers]),
+        batch_size=batch_size,
+        seed=seed,
+        groups=np.asarray(groups),
+        **options,
+    )
+
+
+@given(
+    sizes=hst.lists(hst.integers(1, 13), min_size=1, max_size=4),
+    batch_size=hst.integers(1, 5),
+    seed=hst.integers(0, 9),
+)
+def test_batches_are_of_one_group_and_hold_each_example_once_an_epoch(sizes, batch_size, seed):
+    groups = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    order = batches.GroupOrder(groups, batch_size=batch_size, seed=seed)
+    epochs = 6
+    # Of each group, the batches that begin in its first orders.
+    count = sum(-(-epochs * size // batch_size) for size in sizes)
+    seen = [[] for _ in sizes]
+    for step in range(count):
+        numbers = order.numbers(step, range(batch_size))
+        (group,) = set(groups[numbers])
+        seen[group] += numbers
+    for group, (size, numbers) in enumerate(zip(sizes, seen, strict=True)):
+        assert 0 <= len(numbers) - epochs * size < batch_size
+        for epoch in range(epochs):
+            of_epoch = numbers[epoch * size : (epoch + 1) * size]
+            assert sorted(of_epoch) == np.flatnonzero(groups == group).tolist()
+
+
+def test_groups_are_mixed_and_neither_seeds_nor_epochs_share_their_order():
+    groups = np.repeat([0, 1], 40)
+    orders = [
+        [batches.GroupOrder(groups, batch_size=4, seed=seed).numbers(step, [0]) for step in steps]
+        for seed, steps in ((0, range(20)), (0, range(20, 40)), (1, range(20)))
+    ]
+    kinds = [groups[np.ravel(order)].tolist() for order in orders]
+    assert all(sum(kind) == 10 and kind != sorted(kind) for kind in kinds)
+    assert len(set(map(tuple, kinds))) == 3
+    assert len({str(order) for order in orders}) == 3
+
+
+def test_batches_of_groups_go_on_where_they_were_and_hosts_read_their_rows_alone():
+    groups = [0, 1, 1, 0, 2, 1, 1, 0, 1]
+    whole = in_groups(groups, batch_size=2)
+    wanted = [next(whole).tolist() for _ in range(12)]
+    begun = in_groups(groups, batch_size=2)
+    for _ in range(5):
+        next(begun)
+    again = in_groups(groups, batch_size=2)
+    again.set_state(json.loads(json.dumps(begun.get_state())))
+    assert [next(again).tolist() for _ in range(7)] == wanted[5:]
+    part = in_groups(groups, batch_size=2, rows=[1])
+    assert [next(part)[:, 0].tolist() for _ in range(5)] == [[x[1], y[1]] for x, y in wanted[:5]]
+    # Row r of batch k is example k * batch_size + r of the run.
+    assert [x[1] for x in wanted] == [[2 * k, 2 * k + 1] for k in range(12)]
+
+
 # Validation.
+
+
+def test_validation_has_the_same_examples_and_numbers_whatever_their_groups():
+    def found(groups):
+        made = batches.validation_batches(
+            Numbers(9), collate=lambda *rows: rows, batch_size=4, count=5, groups=groups
+        )
+        for examples, _ in made:
+            assert groups is None or len({groups[x] for x in examples}) == 1
+        assert all(len(examples) == len(numbers) == 4 for examples, numbers in made)
+        rows = [row for batch in made for row in zip(*batch, strict=True)]
+        return sorted((x, n) for x, n in rows if n != batches.NO_EXAMPLE), len(made)
+
+    one, count = found(None)
+    assert count == 2
+    assert found(np.array([0, 1, 1, 0, 2, 1, 1, 0, 1])) == (one, 3)
 
 
 @pytest.mark.parametrize(

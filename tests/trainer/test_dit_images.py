@@ -314,6 +314,42 @@ def test_images_of_other_sizes_are_resized_on_request(tmp_path, resize):
     np.testing.assert_allclose(stripes[0][pure], np.array(top)[pure], atol=0.05)
 
 
+SIZES = {"size": (1, 6, 6), "sizes": ("3x12", "12x3", "2x2")}
+
+
+def test_images_go_to_the_size_of_the_nearest_proportions_and_area(tmp_path):
+    shapes = [(6, 6), (30, 30), (5, 5), (3, 3), (2, 12), (4, 9), (4, 8), (9, 2), (24, 6)]
+    for number, (height, width) in enumerate(shapes):
+        write_image(tmp_path / f"{number}.png", make_pixels(height=height, width=width))
+    opened = open_images(tmp_path, resize="crop", **SIZES)
+    square, wide, high, small = (6, 6), (3, 12), (12, 3), (2, 2)
+    # 4 x 9 is between 1 : 1 and 1 : 4, nearer to the latter; 4 x 8 is as near to both, and of
+    # nearly the area of both.
+    expected = [square, square, square, small, wide, wide, square, high, high]
+    assert [x.latent.shape[1:3] for x in examples(opened)] == expected
+    groups = opened.groups
+    sizes = [square, wide, high, small]
+    for part, found in ((opened.train, groups.train), (opened.held_out, groups.held_out)):
+        assert [sizes[group] for group in found] == [expected[number] for number in part.numbers]
+    assert groups.lengths.tolist() == [36, 36, 36, 4]
+    assert groups.names == ("6x6", "3x12", "12x3", "2x2")
+    # With one size, nothing is grouped.
+    assert open_images(tmp_path, resize="crop", size=(1, 6, 6)).groups is None
+
+
+def test_images_of_none_of_the_sizes_are_refused_unless_they_are_resized(tmp_path):
+    for number, (height, width) in enumerate([(6, 6), (12, 3), (3, 12)]):
+        write_image(tmp_path / f"{number}.png", make_pixels(height=height, width=width))
+    before = open_images(tmp_path, **SIZES)
+    assert [x.latent.shape[1:3] for x in examples(before)] == [(6, 6), (12, 3), (3, 12)]
+    # Other proportions make other batches, so a run that goes on must know.
+    write_image(tmp_path / "2.png", make_pixels(height=12, width=3))
+    assert open_images(tmp_path, **SIZES).digest != before.digest
+    write_image(tmp_path / "3.png", make_pixels(height=6, width=7))
+    with refused(InputError, "6x6, 3x12, 12x3, 2x2", "height=6, width=7", "add 6x7 to"):
+        open_images(tmp_path, **SIZES)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_what_is_transparent_lies_on_white(tmp_path, channels):
     """Whatever colour hides there."""

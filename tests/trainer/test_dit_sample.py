@@ -115,6 +115,17 @@ def test_latents_come_as_numbers(tmp_path, capsys):
     assert "--out must end in .npz for latents" in message_of(run, "--out", tmp_path / "a.png")
 
 
+@pytest.mark.slow
+def test_images_are_drawn_in_the_size_that_is_asked_for(tmp_path):
+    folder = ImageConfig(path=tmp_path, sizes=("4x8", "6x4"))
+    run_dir = save_run(tmp_path / "run", data=folder)
+    for flags, shape in (((), (8, 8)), (("--size", "4x8"), (4, 8)), (("--size", "6x4"), (6, 4))):
+        out = tmp_path / f"{shape}.npz"
+        sample.sample([str(run_dir), *QUICK, *flags, "--out", str(out)])
+        assert np.load(out)["latents"].shape == (9, 1, *shape, 1)
+    assert "got '8x4'. Choose from 8x8, 4x8, 6x4" in message_of(run_dir, "--size", "8x4")
+
+
 def test_text_is_drawn_where_the_model_takes_it():
     config = replace(dit_digits(), model=replace(MODEL, classes=0, caption_length=5))
     options = ImageOptions(captions=("one", "three"), samples=2)

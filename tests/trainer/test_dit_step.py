@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import chex
 import jax
@@ -13,15 +14,16 @@ from programs import make_dit_config
 from programs import make_program as program_of
 from trainer.data.batches import NO_EXAMPLE, place
 from trainer.dit.batches import image_batch
-from trainer.dit.config import DiffusionConfig
+from trainer.dit.config import DiffusionConfig, ImageConfig
 from trainer.dit.diffusion import estimates
 from trainer.dit.images import Example
 
 STEPS = 30
 CONFIG = make_dit_config(steps=STEPS, ema_decay=0.9)
 # With attention over text. The image and the text do not divide into 8 shares: both are padded.
+WITH_A_CAPTION = dict(caption_length=5)
 WITH_TEXT = make_dit_config(
-    dict(caption_length=5, patch=(1, 2, 4)), size=(3, 6, 8), steps=STEPS, ema_decay=0.9
+    WITH_A_CAPTION | dict(patch=(1, 2, 4)), size=(3, 6, 8), steps=STEPS, ema_decay=0.9
 )
 
 
@@ -48,7 +50,7 @@ def initial_state(config):
     return jax.device_get(make_program(st.Degrees(), config).initialise())
 
 
-def train(program, state, steps=STEPS):
+def train(program, state, steps=STEPS, batch=batch):
     """Losses and gradient norms of every step, and the state after the last."""
     state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
     losses = []
@@ -101,6 +103,66 @@ def test_text_is_divided_among_the_devices_like_the_image():
     many, _ = train(make_program(STARTRAIL, WITH_TEXT), state)
     assert many[-5:, 0].mean() < 0.7 * many[:5, 0].mean()
     np.testing.assert_allclose(many[:, 0], one[:, 0], rtol=1e-4)
+
+
+# Three sizes, two of which have as many tokens; images of the last are padded on 8 devices.
+OF_SIZES = {
+    "size": (1, 8, 16),
+    "data": ImageConfig(path=Path("images"), sizes=("16x8", "6x10")),
+}
+SIZES, SIZES_WITH_TEXT = make_dit_config(**OF_SIZES), make_dit_config(WITH_A_CAPTION, **OF_SIZES)
+
+
+def batch_of_size(program, step):
+    """The batch of a step, of one size after another."""
+    config = program.config
+    size = config.sizes[step % len(config.sizes)]
+    rng = np.random.default_rng(step)
+    numbers = [step * config.batch_size + row for row in range(config.batch_size)]
+    examples = [
+        Example(rng.normal(label - 1, 0.1, (*size, 2)).astype(np.float32), np.int32(label), b"low")
+        for label in rng.integers(config.model.classes, size=config.batch_size)
+    ]
+    made = image_batch(examples, numbers, config=config, layout=program.attention.layout)
+    return place(made, program.batch_sharding)
+
+
+SEVERAL = {
+    "data, zero 3, accumulation": (
+        *(SIZES, st.Degrees(data=2, ring=4), {"zero": 3, "accumulation": 2}),
+    ),
+    "tensor, zero 1, with text": (SIZES_WITH_TEXT, st.Degrees(tensor=2, team=2), {"zero": 1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "degrees", "changes"), SEVERAL.values(), ids=SEVERAL.keys())
+def test_steps_of_several_sizes_do_not_depend_on_how_they_run(config, degrees, changes):
+    state = initial_state(config)
+    runs = (make_program(st.Degrees(), config), make_program(degrees, config, **changes))
+    (one, last), (many, found) = (train(x, state, 6, batch_of_size) for x in runs)
+    np.testing.assert_allclose(many, one, rtol=1e-4)
+    leaves = (jax.tree.leaves(jax.device_get(x.weights)) for x in (found, last))
+    for weights, wanted in zip(*leaves, strict=True):
+        np.testing.assert_allclose(weights, wanted, atol=1e-3 * abs(wanted).max())
+
+
+@pytest.mark.slow
+def test_a_step_of_several_sizes_is_that_of_a_run_with_one_of_them():
+    """To the bit: loss, gradient norm and the state after it; and the losses that are measured."""
+    state = initial_state(SIZES)
+    program = make_program(STARTRAIL, SIZES)
+    for number, size in enumerate(SIZES.sizes):
+        alone = make_program(STARTRAIL, SIZES.of_size(size))
+
+        def own(program, _, number=number):
+            return batch_of_size(make_program(STARTRAIL, SIZES), number)
+
+        found, wanted = (train(x, state, 1, own) for x in (program, alone))
+        chex.assert_trees_all_equal(*map(jax.device_get, (found, wanted)))
+        weights = found[1].weights
+        measured = [x.losses(weights, own(x, 0)) for x in (program, alone)]
+        chex.assert_trees_all_equal(*map(jax.device_get, measured))
 
 
 @pytest.mark.slow

@@ -127,7 +127,9 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
     assert dataclasses.replace(read, **same) == model
     assert model.seq_len in (None, config.num_tokens)
     if config.kind == "dit":
-        assert model.flops_per_token(config.num_tokens) == dit_flops_per_token(config)
+        assert model.flops_per_token(config.num_tokens) == dit_flops_per_token(
+            config, config.num_tokens
+        )
 
 
 @pytest.mark.parametrize(

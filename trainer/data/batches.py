@@ -6,6 +6,9 @@ A process reads only the rows that its devices hold.
 
 from __future__ import annotations
 
+import bisect
+import functools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +18,11 @@ import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Int64
 
 from startrail_jax.errors import InputError
-from trainer.data.dataset import Dataset, Source
-from trainer.data.parts import PartBatch, Parts
+from trainer.data.dataset import Dataset, Groups, Source
+from trainer.data.parts import BatchDescription, PartBatch, Parts
 
 # Number of threads that read, and of batches that they read ahead: enough to hide a slow disk
 # behind a step, and little memory next to that of a step.
@@ -50,6 +54,7 @@ class TrainingBatches(Iterator[Batch]):
         rows: Sequence[int] | None = None,
         digest: str | None = None,
         tokens: str | None = None,
+        groups: Int64[np.ndarray, " examples"] | None = None,
     ):
         """Starts at the first batch; nothing is read yet.
 
@@ -62,6 +67,8 @@ class TrainingBatches(Iterator[Batch]):
             rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
             digest: hash of the content of the source, if it is known.
             tokens: see `Dataset.tokens`.
+            groups: number of the group of each example, if a batch has examples of one group: see
+                `GroupOrder`. The default is one group.
         """
         rows = range(batch_size) if rows is None else rows
         # Checkpoints hold these names.
@@ -74,15 +81,21 @@ class TrainingBatches(Iterator[Batch]):
             self._order["content"] = digest
         if tokens is not None:
             self._order["tokens"] = tokens
-        # Grain adds the number of the epoch to the seed. Neighbouring seeds must not share orders.
-        (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
-        order = grain.MapDataset.source(source).shuffle(seed=int(shuffle_seed)).repeat()
+        if groups is None:
+            order = _shuffled(source, seed)
+
+            def examples(step: int) -> list[Any]:
+                return [order[step * batch_size + row] for row in rows]
+        else:
+            in_groups = GroupOrder(groups, batch_size=batch_size, seed=seed)
+
+            def examples(step: int) -> list[Any]:
+                return [source[number] for number in in_groups.numbers(step, rows)]
 
         def read(step: int) -> Batch:
-            numbers = [step * batch_size + row for row in rows]
-            return collate([order[number] for number in numbers], numbers)
+            return collate(examples(step), [step * batch_size + row for row in rows])
 
-        batches = grain.MapDataset.range(len(order) // batch_size).map(read)
+        batches = grain.MapDataset.range(sys.maxsize // batch_size).map(read)
         self._iterator = iter(batches.to_iter_dataset(READ_OPTIONS))
 
     def __next__(self) -> Batch:
@@ -110,6 +123,72 @@ class TrainingBatches(Iterator[Batch]):
     def close(self) -> None:
         """Ends the reading threads."""
         self._iterator.close()
+
+
+def _shuffled(source: Any, seed: int | Sequence[int]) -> grain.MapDataset[Any]:
+    """All examples in random order, then in another, and so on."""
+    # Grain adds the number of the epoch to the seed. Neighbouring seeds must not share orders.
+    (shuffle_seed,) = np.random.SeedSequence(seed).generate_state(1)
+    return grain.MapDataset.source(source).shuffle(seed=int(shuffle_seed)).repeat()
+
+
+class GroupOrder:
+    """The order of examples in batches that have examples of one group each.
+
+    Each group has its own endless series of batches: its examples in random order, then in another,
+    and so on; what is left at the end of an order begins the next batch of the group. In epoch e,
+    the batches of a group of n examples are those that begin in its order e. So each group has its
+    share of the batches, and every example is there once in each n. The batches of all groups in an
+    epoch are mixed in random order.
+    """
+
+    def __init__(
+        self, groups: Int64[np.ndarray, " examples"], *, batch_size: int, seed: int
+    ) -> None:
+        """Reads nothing.
+
+        Args:
+            groups: number of the group of each example.
+            batch_size: number of examples of a batch.
+            seed: seed of the order.
+        """
+        self._batch_size, self._seed = batch_size, seed
+        members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
+        self._sizes = np.array([len(x) for x in members])
+        self._orders = [_shuffled(x, (seed, group)) for group, x in enumerate(members)]
+        # The threads that read ahead are in one epoch, or at the border of two.
+        self._batches_of_epoch = functools.lru_cache(maxsize=2)(self._mixed)
+
+    def numbers(self, step: int, rows: Sequence[int]) -> list[int]:
+        """The numbers of the examples in some rows of a batch.
+
+        Args:
+            step: number of the batch in the run.
+            rows: rows of the batch.
+        """
+        most = step * self._batch_size // int(self._sizes.sum()) + 2
+        epoch = bisect.bisect_right(range(most), step, key=lambda e: self._before(e).sum()) - 1
+        place = step - self._before(epoch).sum()
+        group, batch = (int(x[place]) for x in self._batches_of_epoch(epoch))
+        order: Any = self._orders[group]
+        return [int(order[batch * self._batch_size + row]) for row in rows]
+
+    def _before(self, epoch: int) -> Int64[np.ndarray, " groups"]:
+        """Number of batches of each group before an epoch."""
+        return -(-epoch * self._sizes // self._batch_size)
+
+    def _mixed(
+        self, epoch: int
+    ) -> tuple[Int64[np.ndarray, " batches"], Int64[np.ndarray, " batches"]]:
+        """The group of each batch of an epoch, and its number among those of the group."""
+        before, after = self._before(epoch), self._before(epoch + 1)
+        groups = np.repeat(np.arange(len(before)), after - before)
+        groups = np.random.default_rng((self._seed, epoch)).permutation(groups)
+        batches = np.zeros_like(groups)
+        for group, first in enumerate(before):
+            own = groups == group
+            batches[own] = first + np.arange(own.sum())
+        return groups, batches
 
 
 class PartBatches(Iterator[PartBatch]):
@@ -203,10 +282,11 @@ def validation_batches(
     batch_size: int,
     count: int,
     rows: Sequence[int] | None = None,
+    groups: Int64[np.ndarray, " examples"] | None = None,
 ) -> list[Batch]:
     """Batches of examples that are spread evenly over a source; always the same examples.
 
-    If the source has fewer examples, each is there once, and the last batch is filled up.
+    If the source has fewer examples, each is there once. The last batch of a group is filled up.
 
     Args:
         source: examples that were held out.
@@ -214,18 +294,23 @@ def validation_batches(
         batch_size: number of rows of a batch, on all hosts together.
         count: number of examples, which is rounded up to whole batches.
         rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
+        groups: number of the group of each example, if a batch has examples of one group.
 
     Raises:
         ValueError: if an example cannot be read.
     """
     rows = range(batch_size) if rows is None else rows
-    total = -(-min(count, len(source)) // batch_size) * batch_size
-    used = min(total, len(source))
+    used = min(-(-min(count, len(source)) // batch_size) * batch_size, len(source))
+    chosen = np.arange(used) * len(source) // used
+    groups = np.zeros(len(source), np.int64) if groups is None else groups
     batches = []
-    for first in range(0, total, batch_size):
-        numbers = [first + row for row in rows]
-        examples = [source[min(n, used - 1) * len(source) // used] for n in numbers]
-        batches.append(collate(examples, [n if n < used else NO_EXAMPLE for n in numbers]))
+    for group in np.unique(groups[chosen]):
+        numbers = np.flatnonzero(groups[chosen] == group).tolist()
+        for first in range(0, len(numbers), batch_size):
+            part = numbers[first : first + batch_size]
+            filled = part + [NO_EXAMPLE] * (batch_size - len(part))
+            examples = [source[int(chosen[part[min(row, len(part) - 1)]])] for row in rows]
+            batches.append(collate(examples, [filled[row] for row in rows]))
     return batches
 
 
@@ -260,6 +345,7 @@ class Feed(Generic[Batch]):
         self._rows = local_rows(sharding, shape)
         reading: Any = {"collate": data.collate, "batch_size": shape[0], "rows": self._rows}
         self._parts = parts
+        groups = data.groups
         self._training: TrainingBatches[Any] | PartBatches
         if parts is None:
             self._training = TrainingBatches(
@@ -267,15 +353,29 @@ class Feed(Generic[Batch]):
                 seed=seed,
                 digest=data.digest,
                 tokens=data.tokens,
+                groups=None if groups is None else groups.train,
                 **reading,
             )
         else:
             self._training = PartBatches(parts, data, seed=seed)
-        self._held_out = validation_batches(data.held_out, count=num_held_out, **reading)
-        self.documents = None
-        """What batches of whole documents hold; None for batches of rows."""
+        self._held_out = validation_batches(
+            data.held_out,
+            count=num_held_out,
+            groups=None if groups is None else groups.held_out,
+            **reading,
+        )
+        self._kinds = self._held_out[:1]
+        self.description: BatchDescription | None = None
+        """What batches hold that differ in their tokens; None if they do not differ."""
         if parts is not None and data.documents is not None:
-            self.documents = parts.describe(data.documents.lengths, seed=seed)
+            self.description = parts.describe(data.documents.lengths, seed=seed)
+        if groups is not None:
+            self.description = _describe_groups(groups, shape[0])
+            _, firsts = np.unique(groups.train, return_index=True)
+            self._kinds = [
+                data.collate([data.train[int(first)]] * len(self._rows), list(self._rows))
+                for first in firsts
+            ]
 
     def next(self) -> Batch:
         """The next batch to train on.
@@ -286,6 +386,10 @@ class Feed(Generic[Batch]):
         batch: Any = next(self._training)
         placed: Any = self._place(batch) if self._parts is None else self._parts.place(batch)
         return placed
+
+    def kinds(self) -> Iterator[Batch]:
+        """A batch of each structure and shape that batches of rows to train on have."""
+        return map(self._place, self._kinds)
 
     def held_out(self) -> Iterator[Batch]:
         """The batches to evaluate with, which are always the same."""
@@ -305,6 +409,21 @@ class Feed(Generic[Batch]):
 
     def _place(self, batch: Any) -> Any:
         return place(batch, self._sharding, batch_size=self._batch_size, rows=self._rows)
+
+
+def _describe_groups(groups: Groups, batch_size: int) -> BatchDescription:
+    """What the batches of a long run hold."""
+    lengths = groups.lengths[groups.train].astype(float)
+    counts = np.bincount(groups.train, minlength=len(groups.lengths))
+    found = ", ".join(
+        f"{count:,} of {name} ({length:,} tokens)"
+        for count, name, length in zip(counts, groups.names, groups.lengths, strict=True)
+    )
+    return BatchDescription(
+        line=f"sizes of the examples to train on: {found}",
+        tokens_per_batch=batch_size * lengths.mean(),
+        mean_length=round((lengths**2).sum() / lengths.sum()),
+    )
 
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -38,6 +38,22 @@ class Documents(Protocol):
         ...
 
 
+class Groups(NamedTuple):
+    """Groups of examples, for data whose examples have arrays of several shapes.
+
+    A batch has examples of one group.
+    """
+
+    train: Any
+    """Number of the group of each example to train on: integers [examples]."""
+    held_out: Any
+    """The same of the examples to measure with."""
+    lengths: Any
+    """Tokens of an example of each group: integers [groups]."""
+    names: tuple[str, ...]
+    """The name of each group, for the log."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
     """The data of a run, in two parts."""
@@ -51,6 +67,8 @@ class Dataset:
     [rows, ...] in layout order."""
     documents: Documents | None = None
     """What there is in `train` as whole documents, for a run whose batches consist of these."""
+    groups: Groups | None = None
+    """Groups of the examples; None if any examples can share a batch."""
     description: str
     """A line for the log, or several."""
     loss_unit: str

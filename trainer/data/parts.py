@@ -55,15 +55,15 @@ class DeviceSplit:
 
 
 @dataclass(frozen=True)
-class PartsDescription:
-    """What batches of whole documents hold."""
+class BatchDescription:
+    """What batches hold that differ in their tokens, such as those of whole documents."""
 
     line: str
     """A line for the log."""
     tokens_per_batch: float
     """Mean number of tokens, padding aside."""
     mean_length: int
-    """Mean over tokens of the length of their document."""
+    """Mean over tokens of the length of their document, or of their image."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class Parts:
         """D: devices that have tokens of their own."""
         return len(self.splits[0].places)
 
-    def describe(self, lengths: np.ndarray, *, seed: int) -> PartsDescription:
+    def describe(self, lengths: np.ndarray, *, seed: int) -> BatchDescription:
         """What the first batches of a run hold."""
         steps = list(itertools.islice(self.stream(lengths, seed=seed), DESCRIBED))
         held = summary(steps, lengths, self.devices, share=self.share, cost=self.cost)
         read = lengths[[x for step in steps for part in step for row in part.rows for x in row]]
         total = sum(held.parts.values())
         shares = ", ".join(f"{n / total:.0%} on {c}" for c, n in held.parts.items())
-        return PartsDescription(
-            line=f"{np.count_nonzero(lengths):,} documents of at most {lengths.max():,} tokens; "
-            f"parts by the devices of a row: {shares}; {held.alone / held.tokens:.0%} of the "
-            f"tokens are sent nowhere, {held.padding:.1%} of the places are padding, and the "
+        return BatchDescription(
+            line=f"parts: {np.count_nonzero(lengths):,} documents of at most {lengths.max():,} "
+            f"tokens; parts by the devices of a row: {shares}; {held.alone / held.tokens:.0%} of "
+            f"the tokens are sent nowhere, {held.padding:.1%} of the places are padding, and the "
             f"busiest device works {held.balance:.2f} times the mean",
             tokens_per_batch=held.tokens / len(steps),
             mean_length=round(float((read.astype(float) ** 2).sum() / read.sum())),

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from startrail_jax.tokens.layout import Layout
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.images import Example
-from trainer.dit.patches import patchify
+from trainer.dit.patches import Size, grid_of, patchify
 
 PADDING = -1
 """Segment of tokens that only fill up the share of a device, and filler of captions."""
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Grid:
+    """What a compiled program knows of the size of the images of a batch: their patches."""
+
+    size: Size
+    """Number of patches along frames, height and width."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of an image."""
+        return math.prod(self.size)
+
+
 class ImageBatch(NamedTuple):
-    """Images as tokens, in layout order; on the host or on devices."""
+    """Images of one size as tokens, in layout order; on the host or on devices."""
 
     patches: Float32[np.ndarray | Array, "B T P"]
     """Pixels, or latents, of each patch; 0 in tokens after the last patch."""
@@ -27,15 +44,19 @@ class ImageBatch(NamedTuple):
     """Bytes of each caption, then `PADDING`; None if the model takes no text."""
     numbers: Int32[np.ndarray | Array, " B"]
     """Number of each example in the run, on which its noise depends."""
+    grid: Grid
+    """Patches of each image; part of the structure of a batch, and no array."""
 
 
 def image_batch(
     examples: list[Example], numbers: list[int], *, config: DiTTrainConfig, layout: Layout
 ) -> ImageBatch:
-    """Rows of a batch, from examples and their numbers in the run."""
-    patches = patchify(np.stack([example.latent for example in examples]), config.model.patch)
-    missing = layout.padded_length(config.num_tokens) - config.num_tokens
-    patches = np.pad(patches, ((0, 0), (0, missing), (0, 0)))
+    """Rows of a batch, from examples of one size and their numbers in the run."""
+    latents = np.stack([example.latent for example in examples])
+    _, *size, _ = latents.shape
+    grid = Grid(grid_of(tuple(size), config.model.patch))
+    missing = layout.padded_length(grid.num_tokens) - grid.num_tokens
+    patches = np.pad(patchify(latents, config.model.patch), ((0, 0), (0, missing), (0, 0)))
     labels = [config.model.classes if x.label is None else x.label for x in examples]
     captions = None
     if config.model.caption_length:
@@ -46,6 +67,7 @@ def image_batch(
         labels=np.array(labels, np.int32),
         captions=None if captions is None else layout.permute(captions),
         numbers=(np.array(numbers) % 2**31).astype(np.int32),
+        grid=grid,
     )
 
 

@@ -6,7 +6,8 @@ Imports no jax: `--help` must be fast.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -97,6 +98,10 @@ class ImageConfig:
     """How images of another size are brought to `size`: "crop" scales an image until it covers the
     size, and cuts the edges off; "pad" scales it until it fits, and fills up with black; "stretch"
     changes its proportions. The default refuses them."""
+    sizes: tuple[str, ...] = ()
+    """Further sizes of images, as HEIGHTxWIDTH, such as 192x320; `size` is one too, the largest. An
+    image is brought to the size of the nearest proportions, and among several to that of the
+    nearest area. A batch holds images of one size."""
     latent_scale: float = 1.0
     """Factor by which latents are multiplied when they are read, such as 0.18215 for those of
     Stable Diffusion; samples are divided by it. Latents should have a root mean square of about 1,
@@ -136,6 +141,17 @@ class ImageConfig:
                 "data.resize needs a folder of images; got "
                 f"resize={self.resize!r}, path={self.path}. Leave it out, or give --data.path."
             )
+        if self.sizes and (self.path is None or self.holds_latents):
+            raise InputError(
+                f"data.sizes need a folder of images; got sizes={self.sizes}, path={self.path}. "
+                "Leave them out, or give --data.path."
+            )
+        for size in self.sizes:
+            if not re.fullmatch("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}", size):
+                raise InputError(
+                    "data.sizes must be HEIGHTxWIDTH, two numbers from 1 to 999999; got "
+                    f"{size!r}. Write them as 192x320."
+                )
 
     @property
     def holds_latents(self) -> bool:
@@ -164,21 +180,49 @@ class DiTTrainConfig(TrainConfig):
         super().__post_init__()
         for size in self.size:
             check_minimum("size", size, 1)
-        if any(size % patch for size, patch in zip(self.size, self.model.patch, strict=True)):
+        if self.data.sizes and self.size[0] > 1:
             raise InputError(
-                "model.patch must divide size, in frames, height and width; got "
-                f"patch={self.model.patch}, size={self.size}. Change one of them."
+                "data.sizes are for images, which have one frame; got "
+                f"sizes={self.data.sizes}, size={self.size}. Leave them out, or use --size 1 "
+                f"{self.size[1]} {self.size[2]}."
+            )
+        for name, size in zip(("size", *self.data.sizes), self.sizes, strict=True):
+            where = "size" if name == "size" else "data.sizes"
+            if any(n % patch for n, patch in zip(size, self.model.patch, strict=True)):
+                raise InputError(
+                    f"model.patch must divide {where}, in frames, height and width; got "
+                    f"patch={self.model.patch}, size={size}. Change one of them."
+                )
+            if math.prod(size) > math.prod(self.size):
+                raise InputError(
+                    "size must be the largest of the sizes, as the memory of a step is that of "
+                    f"its images; got size={self.size} and {name} in data.sizes. Exchange them."
+                )
+        if len(set(self.sizes)) < len(self.sizes):
+            raise InputError(
+                "data.sizes must name each size once, and size is one of them; got "
+                f"size={self.size}, sizes={self.data.sizes}. Leave the second out."
             )
 
     @property
     def num_tokens(self) -> int:
-        return math.prod(self.grid)
+        """Number of tokens of an image of `size`, the largest."""
+        return math.prod(self.size) // math.prod(self.model.patch)
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """Number of patches along frames, height and width."""
-        frames, height, width = (n // m for n, m in zip(self.size, self.model.patch, strict=True))
-        return frames, height, width
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """Frames, height and width of all sizes: `size`, and those of `data.sizes`."""
+        others = (tuple(map(int, size.split("x"))) for size in self.data.sizes)
+        return (self.size, *((1, height, width) for height, width in others))
+
+    @property
+    def names_of_sizes(self) -> tuple[str, ...]:
+        """The sizes as HEIGHTxWIDTH."""
+        return tuple(f"{height}x{width}" for _, height, width in self.sizes)
+
+    def of_size(self, size: tuple[int, int, int]) -> DiTTrainConfig:
+        """The same with one size."""
+        return replace(self, size=size, data=replace(self.data, sizes=()))
 
     @property
     def patch_elements(self) -> int:
@@ -195,6 +239,9 @@ class ImageOptions(SampleOptions):
     captions: tuple[str, ...] | None = None
     """Captions to draw, one row of the grid for each, if the model takes text. If `classes` are
     given too, there must be as many captions as classes."""
+    size: str | None = None
+    """Size to draw, as HEIGHTxWIDTH, of those that the run trains on. The default is the
+    largest."""
     samples: int = 8
     """Number of images in a row."""
     sampler: Literal["euler", "heun", "ddim"] | None = None

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 from startrail_jax.errors import InputError
 from startrail_jax.xla.compiler import compiler_options
 from trainer.data.batches import sharding_of
-from trainer.dit.batches import PADDING, padded_caption
+from trainer.dit.batches import PADDING, Grid, padded_caption
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Predict, Sampler, guided, sample
 from trainer.dit.objective import DRAWING, Denoising
-from trainer.dit.patches import unpatchify
+from trainer.dit.patches import grid_of, unpatchify
 from trainer.parallel.step import Program
 
 
@@ -34,7 +34,7 @@ class Drawing:
         """Prepares the program that draws; its first call compiles it.
 
         Args:
-            program: program of a run of a diffusion transformer.
+            program: program of a run of a diffusion transformer. Images are of its `config.size`.
             sampler: a sampler for the target of the model: see `diffusion.SAMPLERS`.
             steps: number of steps of the sampler.
             guidance: 1 draws what the model has learnt. Above 1, images are more typical of their
@@ -52,6 +52,7 @@ class Drawing:
         self.sampler: Sampler = sampler
         self._steps, self._guidance = steps, guidance
         self._layout = attention.layout
+        self._grid = Grid(grid_of(config.size, config.model.patch))
         degree = attention.degrees.data
         self._rows = -(-rows // degree) * degree
         _check_guidance(guidance, config)
@@ -144,7 +145,7 @@ class Drawing:
         self, weights: Any, labels: Int32[Array, " B"], captions: Int32[Array, "B S"] | None
     ) -> Predict:
         def predict(x: Array, times: Array) -> Array:
-            shown = self._objective.shown(x, times, labels, captions)
+            shown = self._objective.shown(x, times, labels, captions, grid=self._grid)
             return self._program.outputs(weights, shown)
 
         return predict

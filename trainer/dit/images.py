@@ -14,9 +14,11 @@ the mesh.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ import numpy as np
 from jaxtyping import Float32, Integer
 
 from startrail_jax.errors import InputError, UserError
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, Groups
 from trainer.data.files import find_files, walk_files
 from trainer.data.opening import reading
 from trainer.dit.config import DiTTrainConfig
@@ -87,6 +89,8 @@ class _Source(NamedTuple):
     """What tells the latents from others."""
     remark: str = ""
     """End of the line in the log that describes the data."""
+    sizes: Sequence[int] | None = None
+    """Which of the sizes of the config each example has; None if there is one size."""
 
 
 def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
@@ -127,10 +131,18 @@ def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
     train, measured = (Examples(numbers=part, read=read) for part in parts)
     # An image that was damaged may be restored while a run goes on: of images, names tell them.
     known = repr((source.content, source.labels, source.captions))
+    groups = None
+    if source.sizes is not None:
+        sizes = np.array(source.sizes)
+        lengths = np.array([config.of_size(size).num_tokens for size in config.sizes])
+        groups = Groups(
+            sizes[train.numbers], sizes[measured.numbers], lengths, config.names_of_sizes
+        )
     return Dataset(
         train=train,
         held_out=measured,
         collate=collate,
+        groups=groups,
         description=f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held "
         f"out{source.remark}",
         loss_unit="mean squared error",
@@ -322,14 +334,18 @@ def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
     files = [folder / key for key in keys]
     captions, longest = _encode_captions(map(_read_caption, files), len(files), config)
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda file: read_image(file, config, pixels=False), files))
+        found_sizes = list(threads.map(lambda file: _nearest_size(file, config), files))
+    of_sizes = [config.of_size(size) for size in config.sizes]
+    several = len(of_sizes) > 1
     return _Source(
         name=str(folder),
-        latent=lambda number: read_image(files[number], config),
+        latent=lambda number: read_image(files[number], of_sizes[found_sizes[number]]),
         labels=[label_of.get(key.split("/")[0]) for key in keys],
         captions=captions,
-        content=keys,
+        # A file in place of another may have other proportions, which changes the batches.
+        content=[keys, found_sizes] if several else keys,
         remark=_other_files(found) + longest,
+        sizes=found_sizes if several else None,
     )
 
 
@@ -413,19 +429,45 @@ def _encode_captions(
     )
 
 
-def read_image(path: Path, config: DiTTrainConfig, *, pixels: bool = True) -> Any:
-    """The upright image with values from -1 to 1, float32 [1 H W C]; on white where transparent.
+def read_image(path: Path, config: DiTTrainConfig) -> Float32[np.ndarray, "1 H W C"]:
+    """The upright image with values from -1 to 1; on white where transparent.
 
     Args:
         path: the file.
-        config: config of the run.
-        pixels: whether to decode the pixels; otherwise size and mode are checked alone.
+        config: config of the run, with one size.
 
     Raises:
         ImportError: if Pillow is missing.
         ValueError: if the file is no whole image, is animated, has more than 8 bits a channel, or
             another size and is not to be resized.
     """
+    with _checked(path, config) as image:
+        return _pixels(image, config)
+
+
+def _nearest_size(path: Path, config: DiTTrainConfig) -> int:
+    """Which of the sizes an image is brought to; the first of those that are equally near.
+
+    Sizes and mode are checked, and pixels are not decoded. Ratios are exact, so that the answer is
+    the same everywhere.
+    """
+    with _checked(path, config) as image:
+        height, width = _upright_size(image)
+
+    def distance(number: int) -> tuple[Fraction, Fraction]:
+        _, rows, columns = config.sizes[number]
+        return _ratio(height * columns, width * rows), _ratio(height * width, rows * columns)
+
+    return min(range(len(config.sizes)), key=distance)
+
+
+def _ratio(a: int, b: int) -> Fraction:
+    return Fraction(max(a, b), min(a, b))
+
+
+@contextmanager
+def _checked(path: Path, config: DiTTrainConfig) -> Iterator[Any]:
+    """An image of Pillow, whose size and mode are checked. Errors as in `read_image`."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -436,7 +478,7 @@ def read_image(path: Path, config: DiTTrainConfig, *, pixels: bool = True) -> An
     try:
         with Image.open(path, formats=FORMATS) as image:
             _check_image(image, path, config)
-            return _pixels(image, config) if pixels else None
+            yield image
     except (UserError, MemoryError):
         raise
     # For damaged files Pillow raises errors of many types, ValueError and TypeError among them.
@@ -448,11 +490,6 @@ def read_image(path: Path, config: DiTTrainConfig, *, pixels: bool = True) -> An
 
 
 def _check_image(image: Any, path: Path, config: DiTTrainConfig) -> None:
-    _, height, width = config.size
-    found = (image.height, image.width)
-    # If the header holds no EXIF data, `getexif` would decode the whole image to look for it.
-    if "exif" in image.info and image.getexif().get(EXIF_ORIENTATION, 1) >= 5:
-        found = found[::-1]
     if getattr(image, "n_frames", 1) > 1:
         raise InputError(
             f"Images must not be animated; got {image.n_frames} frames in {str(path)!r}. Remove it."
@@ -462,13 +499,30 @@ def _check_image(image: Any, path: Path, config: DiTTrainConfig) -> None:
             f"Images must have 8 bits a channel; got the mode {image.mode!r} in {str(path)!r}. "
             "Convert it."
         )
-    if found != (height, width) and config.data.resize is None:
+    found = _upright_size(image)
+    if config.data.resize is not None or (1, *found) in config.sizes:
+        return
+    got = f"got height={found[0]}, width={found[1]} in {str(path)!r}"
+    if config.data.sizes:
         raise InputError(
-            f"All images must be of the size height={height}, width={width}; got height={found[0]},"
-            f" width={found[1]} in {str(path)!r}. Bring images of other sizes to this one with "
-            "--data.resize crop, pad or stretch, or take "
-            f"--size 1 {found[0]} {found[1]} if all are of that size."
+            f"All images must be of one of the sizes {', '.join(config.names_of_sizes)} (height x "
+            f"width); {got}. Bring images of other sizes to the nearest of these with "
+            f"--data.resize crop, pad or stretch, or add {found[0]}x{found[1]} to --data.sizes."
         )
+    _, height, width = config.size
+    raise InputError(
+        f"All images must be of the size height={height}, width={width}; {got}. Bring images of "
+        "other sizes to this one with --data.resize crop, pad or stretch, or take "
+        f"--size 1 {found[0]} {found[1]} if all are of that size."
+    )
+
+
+def _upright_size(image: Any) -> tuple[int, int]:
+    """Height and width of an image of Pillow."""
+    # If the header holds no EXIF data, `getexif` would decode the whole image to look for it.
+    if "exif" in image.info and image.getexif().get(EXIF_ORIENTATION, 1) >= 5:
+        return image.width, image.height
+    return image.height, image.width
 
 
 def _pixels(image: Any, config: DiTTrainConfig) -> Float32[np.ndarray, "1 H W C"]:

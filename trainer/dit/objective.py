@@ -17,9 +17,10 @@ from models.hooks import Hooks
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import NO_EXAMPLE
-from trainer.dit.batches import PADDING, ImageBatch
+from trainer.dit.batches import PADDING, Grid, ImageBatch
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import draw_times, noised
+from trainer.dit.patches import grid_of
 from trainer.objective import Objective, sizes_in
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
@@ -53,7 +54,10 @@ class Denoising(Objective):
 
     def __init__(self, config: DiTTrainConfig) -> None:
         self._config = config
-        self.flops_per_token = dit_flops_per_token(config)
+        self.flops_per_token = self.flops_at(config.num_tokens)
+
+    def flops_at(self, length: int) -> float:
+        return dit_flops_per_token(self._config, length)
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
@@ -71,7 +75,8 @@ class Denoising(Objective):
         if config.model.caption_length:
             length = layout.padded_length(config.model.caption_length)
             captions = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-        return ImageBatch(patches, integers, captions, integers)
+        grid = Grid(grid_of(config.size, config.model.patch))
+        return ImageBatch(patches, integers, captions, integers, grid)
 
     def prepare(self, batch: ImageBatch, *, training: bool) -> NoisyBatch:
         config, diffusion = self._config, self._config.diffusion
@@ -89,7 +94,8 @@ class Denoising(Objective):
         if captions is not None:
             captions = jnp.where(dropped[:, None], PADDING, captions)
         labels = jnp.where(dropped, config.model.classes, batch.labels)
-        shown = self.shown(patches, times, labels, captions)._replace(targets=targets)
+        shown = self.shown(patches, times, labels, captions, grid=batch.grid)
+        shown = shown._replace(targets=targets)
         if training:
             return shown
         is_example = jnp.asarray(batch.numbers) != NO_EXAMPLE
@@ -101,6 +107,8 @@ class Denoising(Objective):
         times: Float32[Array, " B"],
         labels: Int32[Array, " B"],
         captions: Int32[Array, "B S"] | None,
+        *,
+        grid: Grid,
     ) -> NoisyBatch:
         """What the model is given to predict the noise of patches. The field `targets` is not set.
 
@@ -110,14 +118,14 @@ class Denoising(Objective):
             times: 0 is the image, 1 is noise.
             labels: classes; the number of classes stands for no class.
             captions: bytes, then `PADDING`; None if the model takes no text.
+            grid: the patches of each image.
         """
-        config = self._config
         rows, length = patches.shape[:2]
         index = jnp.arange(length)
-        is_image = index < config.num_tokens
-        positions = jnp.stack(jnp.unravel_index(index, config.grid), axis=-1)
+        is_image = index < grid.num_tokens
+        positions = jnp.stack(jnp.unravel_index(index, grid.size), axis=-1)
         segment_ids: Any = None
-        if captions is not None or length > config.num_tokens:
+        if captions is not None or length > grid.num_tokens:
             segment_ids = jnp.tile(jnp.where(is_image, 0, PADDING), (rows, 1))
         text: Any = None
         if captions is not None:
@@ -154,7 +162,7 @@ class Denoising(Objective):
         return jnp.mean(jnp.square(model.output(hidden) - targets), axis=-1)
 
 
-def dit_flops_per_token(config: DiTTrainConfig) -> float:
+def dit_flops_per_token(config: DiTTrainConfig, length: int) -> float:
     """FLOPs of a training step for each token of an image: 3 * (2 N + 4 L W T).
 
     N weights are in matrix products; attention is to all T tokens of the image and of its caption,
@@ -163,13 +171,14 @@ def dit_flops_per_token(config: DiTTrainConfig) -> float:
     its image. What is computed once for an image, from its time and class, is left out.
 
     Args:
-        config: model, and size of an image.
+        config: sizes of the model.
+        length: T without the caption.
 
     Returns:
         FLOPs per token, of all devices together.
     """
     model = config.model
     layer = 4 * model.width**2 + 2 * model.width * model.mlp_width
-    tokens = config.num_tokens + model.caption_length
-    layers = model.layers * (2 * layer + 4 * model.width * tokens) * tokens / config.num_tokens
+    tokens = length + model.caption_length
+    layers = model.layers * (2 * layer + 4 * model.width * tokens) * tokens / length
     return 3.0 * (layers + 4 * model.width * config.patch_elements)

@@ -15,6 +15,12 @@ Size = tuple[int, int, int]
 """Frames, height and width."""
 
 
+def grid_of(size: Size, patch: Size) -> Size:
+    """Number of patches along frames, height and width."""
+    frames, height, width = (n // m for n, m in zip(size, patch, strict=True))
+    return frames, height, width
+
+
 def patchify(
     latent: Shaped[np.ndarray | Array, "... F H W C"], patch: Size
 ) -> Shaped[np.ndarray | Array, "... T P"]:
@@ -41,7 +47,7 @@ def unpatchify(
         size: frames, height and width of the latent.
         patch: frames, height and width of a patch.
     """
-    frames, height, width = (n // m for n, m in zip(size, patch, strict=True))
+    frames, height, width = grid_of(size, patch)
     return rearrange(
         patches,
         "... (f h w) (a b c d) -> ... (f a) (h b) (w c) d",

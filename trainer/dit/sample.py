@@ -46,6 +46,7 @@ def sample_images(
         OSError: if the file cannot be written.
         CheckpointError: if there is no checkpoint, or it cannot be read.
     """
+    config = _of_size(config, options)
     labels, captions = rows_of_grid(config, options)
     out = _file_to_write(run_dir, config, options)
     if session.is_first:
@@ -91,6 +92,17 @@ def sample_images(
     if session.is_first:
         what = "latents" if config.data.holds_latents else "images"
         session.note(f"{len(images)} {what}: {save_new(out, write)}")
+
+
+def _of_size(config: DiTTrainConfig, options: ImageOptions) -> DiTTrainConfig:
+    """The config of the size to draw."""
+    sizes = dict(zip(config.names_of_sizes, config.sizes, strict=True))
+    if options.size is not None and options.size not in sizes:
+        raise InputError(
+            "--size must be one that the run trains on, as HEIGHTxWIDTH; got "
+            f"{options.size!r}. Choose from {', '.join(sizes)}."
+        )
+    return config.of_size(config.size if options.size is None else sizes[options.size])
 
 
 def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
