@@ -2,6 +2,7 @@
 
 import functools
 import json
+from contextlib import closing
 from unittest import mock
 
 import chex
@@ -16,6 +17,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import batches
+from trainer.data.dataset import Dataset, Groups
 from trainer.gpt.batches import PADDING, Sequences, TokenBatch, next_token_batch
 from trainer.gpt.batches import collate as collate_sequences
 from trainer.gpt.corpus import Stream
@@ -381,6 +383,28 @@ def test_batches_of_groups_go_on_where_they_were_and_hosts_read_their_rows_alone
     assert [next(part)[:, 0].tolist() for _ in range(5)] == [[x[1], y[1]] for x, y in wanted[:5]]
     # Row r of batch k is example k * batch_size + r of the run.
     assert [x[1] for x in wanted] == [[2 * k, 2 * k + 1] for k in range(12)]
+
+
+def test_feed_of_groups_tells_their_shapes_and_mean_tokens():
+    lengths, train = np.array([8, 4, 6]), np.array([0, 0, 1, 1, 1])
+    data = Dataset(
+        train=Numbers(5),
+        held_out=Numbers(1),
+        collate=lambda rows, _: np.zeros((len(rows), lengths[train[rows[0]]]), np.int32),
+        groups=Groups(train, np.array([2]), lengths, ("high", "low", "none")),
+        description="",
+        loss_unit="",
+    )
+    feed = batches.Feed(data, sharding=sharding((1, 1)), shape=(2, 8), seed=0, num_held_out=1)
+    with closing(feed):
+        # Of the last group there is nothing to train on.
+        assert [x.shape for x in feed.kinds()] == [(2, 8), (2, 4)]
+        assert {feed.next().shape for _ in range(9)} == {(2, 8), (2, 4)}
+        found = feed.description
+    # A long run has 2 rows of 8 for 3 of 4: 28 tokens in 5 rows.
+    assert found.tokens_per_batch == pytest.approx(2 * 28 / 5)
+    assert found.mean_length == round((2 * 8**2 + 3 * 4**2) / 28)
+    assert found.line.endswith("2 of high (8 tokens), 3 of low (4 tokens), 0 of none (6 tokens)")
 
 
 # Validation.
