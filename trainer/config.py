@@ -22,22 +22,22 @@ ROLES = (*SHARDED_AXES, "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
-    """Whether this is one of several processes, and which. It is no part of what a run is."""
+    """Whether this is one of several processes, and which. These settings are not part of a run."""
 
     on: Annotated[bool, tyro.conf.arg(name="")] = False
-    """Whether this is one of several processes that SLURM, Open MPI or Kubernetes started, from
-    which jax takes the coordinator, the number of processes and the index of each."""
+    """Whether this is one of several processes that SLURM, Open MPI or Kubernetes started. jax then
+    detects the coordinator, the number of processes and the index of each."""
     coordinator: str | None = None
-    """Host and port, such as "10.0.0.1:7777", at which process 0 waits for the others. It listens
-    at an address alone, and for the name of a host at all addresses."""
+    """Host and port, such as "10.0.0.1:7777", at which process 0 waits for the others. If this is
+    an address, process 0 listens only there; if it is the name of a host, at all addresses."""
     processes: int | None = None
     """Number of processes."""
     index: int | None = None
     """Number of this process, from 0."""
     start_timeout: float = 300.0
-    """Seconds in which all processes must have started."""
+    """Seconds within which all processes must start."""
     timeout: float = 20.0
-    """Seconds without a sign of life after which a process counts as lost, and all others end."""
+    """Seconds without a heartbeat after which a process counts as lost, and all others end."""
 
     def __post_init__(self) -> None:
         given = {
@@ -101,15 +101,15 @@ class MeshConfig:
     """Number of shards of the batch."""
     team: int | None = None
     """Number of devices in a team, which share their queries: C in the paper. The default sends few
-    bytes, through the ports of the nodes if there are several, and else between the devices. If
-    team, group and ring are all left open, training inside one node of known GPUs takes the mesh
-    that is predicted to be the fastest (docs/planner.md); it may split the batch, heads and MLP."""
+    bytes, through the ports of several nodes or between the devices of one node. If team, group and
+    ring are all left out, training inside one node of known GPUs takes the mesh that is predicted
+    to be the fastest (docs/planner.md); it may split the batch, heads and MLP."""
     group: int | None = None
     """Number of devices in a group, which gather the same keys and values. The default is the value
-    of `team` if that is given, and is else chosen with it."""
+    of `team` if that is given; otherwise both are chosen together."""
     ring: int | None = None
     """Number of devices in a ring, round which keys and values travel. The default uses all devices
-    that the other degrees leave."""
+    that the other degrees leave over."""
     head: int = 1
     """Ulysses degree: number of devices that exchange tokens for heads."""
     tensor: int = 1
@@ -132,12 +132,12 @@ class MeshConfig:
         ]
         | None
     ) = None
-    """Which axes share a node: a named order, or all six axes, slowest first, of which the last lie
+    """Which axes share a node: a named order, or all six axes, slowest first; the last axes lie
     inside a node. The default sends the fewest bytes from node to node. Losses do not depend on
     it."""
     devices_per_node: int | None = None
-    """Number of devices in a node. The default is what the devices say: those of one machine, or of
-    one TPU slice."""
+    """Number of devices in a node. By default, the devices of one machine, or of one TPU slice, are
+    a node."""
 
     def __post_init__(self) -> None:
         for name, degree in {**self.degrees, "devices_per_node": self.devices_per_node}.items():
@@ -158,14 +158,15 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or Muon with gradient clipping, and the course of the learning rate."""
+    """AdamW or Muon with gradient clipping, and the schedule of the learning rate."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     """How gradients become updates: "adamw" (https://arxiv.org/abs/1711.05101), or "muon" for the
-    matrices of the layers, with AdamW for all else (https://kellerjordan.github.io/posts/muon)."""
+    matrices of the layers, with AdamW for all other weights
+    (https://kellerjordan.github.io/posts/muon)."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """The course of the learning rate after the warm-up: "cosine" falls at once and until the end;
-    "wsd" (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays at the peak and then
+    """The schedule of the learning rate after the warm-up: "cosine" falls from the peak until the
+    end; "wsd" (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays at the peak and then
     falls linearly."""
     learning_rate: float
     """Peak learning rate."""
@@ -236,8 +237,8 @@ class CheckpointConfig:
     keep: int = 2
     """Number of checkpoints to keep: the newest ones."""
     strict: bool = False
-    """Whether to refuse a run whose newest checkpoint is damaged. Otherwise that checkpoint is set
-    aside, and the run goes on from the next one that is whole."""
+    """Whether to stop with an error if the newest checkpoint is damaged. Otherwise this checkpoint
+    is removed, and the run continues from the newest undamaged checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
@@ -254,7 +255,7 @@ class WandbConfig:
     """User or team of the project. The default is that of the API key."""
     mode: Literal["online", "offline"] | None = None
     """Whether to send metrics while the run trains, or to keep them in its folder `wandb`, for
-    `wandb sync`. The default is what WANDB_MODE says, and "online" without it."""
+    `wandb sync`. The default is the value of WANDB_MODE, or "online" without it."""
 
     def __post_init__(self) -> None:
         _check_alone("wandb", "project", self.project, entity=self.entity, mode=self.mode)
@@ -267,8 +268,8 @@ class MlflowConfig:
     experiment: str | None = None
     """Experiment to write to. By default, nothing is written."""
     uri: str | None = None
-    """A server, such as http://localhost:5000, or a folder, such as /shared/mlruns. The
-    default is what MLFLOW_TRACKING_URI says, and the folder `mlruns` of the run without it."""
+    """A server, such as http://localhost:5000, or a folder, such as /shared/mlruns. The default is
+    the value of MLFLOW_TRACKING_URI, or the folder `mlruns` of the run without it."""
 
     def __post_init__(self) -> None:
         place = (self.uri or "").partition("//")[2]
@@ -289,19 +290,19 @@ class AttentionConfig:
     """Number of devices in an inner cycle of a double ring; divides mesh.ring. Useful where the
     ring crosses nodes and inner cycles do not. 1 is a single ring."""
     head_chunks: int = 1
-    """Number of parts in which a device attends its heads, one after another; divides its key
-    heads, which are kv_heads / (mesh.head * mesh.tensor). Attention then needs memory for two parts
-    at a time, and sends the same bytes in more messages."""
+    """Number of parts in which a device computes the attention of its heads, one after another. It
+    divides the key heads of a device, kv_heads / (mesh.head * mesh.tensor). Attention then needs
+    memory for two parts at a time, and sends the same bytes in more messages."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which parts of the gradients of attention travel between devices. With "bfloat16"
-    they take half the bytes, and the gradients are less exact."""
+    """Dtype in which partial gradients of attention travel between devices. "bfloat16" takes half
+    the bytes, but the gradients are less exact."""
     keep_gathered: bool = False
-    """Whether layers keep the queries, keys and values that a team and a group have gathered for
-    the backward pass, which otherwise gathers them again. It needs more memory and sends fewer
-    bytes. It cannot be combined with --remat full."""
+    """Whether layers keep the gathered queries, keys and values of team and group for the backward
+    pass, which otherwise gathers them again. This needs more memory and sends fewer bytes. It
+    cannot be combined with --remat full."""
     exchange: Literal["auto", "rings"] = "auto"
-    """What devices send each other in layers with a window: "auto" (only the keys that the window
-    shows, where these are fewer bytes) or "rings" (the units of the scheme)."""
+    """What devices send each other in layers with a window: "auto" (only the keys inside the
+    window, where this takes fewer bytes) or "rings" (the units of the scheme)."""
 
     def __post_init__(self) -> None:
         for name in ("inner", "head_chunks"):
@@ -346,26 +347,27 @@ class TrainConfig:
     remat: Literal[
         "auto", "none", "products_saved", "projections_saved", "attention_saved", "full"
     ] = "auto"
-    """What the backward pass of a layer recomputes: nothing ("none"), what is between matrix
-    products ("products_saved"), that and the MLP ("projections_saved"), everything except attention
-    ("attention_saved"), or everything ("full"). The default, "auto", is the first of these but
-    "none" whose step fits the memory of the devices, by the estimate of docs/memory.md."""
+    """What the backward pass of a layer recomputes: nothing ("none"), the operations between matrix
+    products ("products_saved"), these and the MLP ("projections_saved"), everything except
+    attention ("attention_saved"), or everything ("full"). The default, "auto", takes the first of
+    the last four with which a step fits the memory of the devices, by the estimate of
+    docs/memory.md."""
     offload: bool = False
     """Whether to move what `remat` saves to the memory of the host. Needs GPUs, and a `remat` other
     than "auto" and "none"."""
     tile: int | None = None
-    """Most tokens of a device that the loss processes at a time, and the MLP where `remat`
-    recomputes it; fewer need less memory. The default is all tokens."""
+    """Largest number of tokens of a device that the loss processes at a time, and the MLP too if
+    `remat` recomputes it; fewer tokens need less memory. The default is all tokens."""
     accumulation: int = 1
     """Number of parts of a batch that are processed one after another (gradient accumulation); more
     parts need less memory."""
 
     plan: Literal["off", "show", "use"] = "off"
     """What to do with a prediction of the fastest mesh (docs/planner.md): "use" trains with it, and
-    "show" prints the ranking and ends. Links and kernels of the devices are measured first, and
-    data whose batches are whole documents are opened for their lengths. Degrees that are given stay
-    as they are, where those of data, head and tensor count as given above 1. A run that goes on
-    keeps its mesh. With "off", nothing is measured, and --mesh.team says what the default is."""
+    "show" prints the ranking and ends. Links and kernels of the devices are measured first. If
+    batches are whole documents, the data are opened for their lengths. Degrees that flags set stay
+    as they are; those of data, head and tensor count as set if they are above 1. A resumed run
+    keeps its mesh. With "off", nothing is measured; --mesh.team describes the default mesh."""
 
     steps: int
     """Number of optimizer steps."""
@@ -379,30 +381,31 @@ class TrainConfig:
     resumed."""
     mirror: str | None = None
     """Store to which the checkpoints are copied while the run trains, as a URL such as
-    gs://bucket/runs/mine. A run whose folder is gone goes on from there."""
+    gs://bucket/runs/mine. If the folder of the run is gone, the run continues from the store."""
     allow_changes: bool = False
     """Whether a run may be resumed with other data, batches, loss, steps, rotary positions, or
-    numbers of its optimizer. That optimizer's kind and all else in its model can never change."""
+    numbers of its optimizer. The kind of the optimizer, and the settings of the model except rotary
+    positions, can never change."""
     log_every: int | None = None
     """Number of steps between reports; each report gives the mean training loss since the last. The
-    default is 50, or a twentieth of the steps if that is less."""
+    default is 50, or a twentieth of the steps if this is less."""
     tensorboard: bool = True
     """Whether to write metrics for TensorBoard in addition to metrics.jsonl."""
     evaluate_every: int = 200
-    """Number of steps between evaluations. The last step is always followed by one."""
+    """Number of steps between evaluations. An evaluation always follows the last step."""
     validation_sequences: int = 64
-    """Number of held-out sequences or images in an evaluation, rounded up to whole batches; each is
-    there once if there are fewer."""
+    """Number of held-out sequences or images in an evaluation, rounded up to whole batches. If
+    there are fewer, each is used once."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What to do when the loss or the gradient is not finite: end the program, or skip the step.
     The weights are never updated by such a step."""
     non_finite_limit: int = 10
-    """Number of steps in a row that "skip" leaves out; after these the program ends."""
+    """Number of steps in a row that "skip" may skip; then the program ends."""
     spike_factor: float | None = None
-    """The loss of a step over the median of the losses before it, above which the step counts as a
-    loss spike: the run goes back to its last checkpoint, and leaves out all batches from there to
-    the spike. If there is another spike before the next checkpoint, the program ends. None accepts
-    every loss."""
+    """If the loss of a step is more than this factor times the median of the losses before it, the
+    step counts as a loss spike: the run goes back to its last checkpoint, and skips all batches
+    from there to the spike. If there is another spike before the next checkpoint, the program ends.
+    None accepts every loss."""
     profile: tuple[int, int] | None = None
     """First and last step to profile; the trace is written to the folder `profile` of the run."""
     ema_decay: float | None = None
@@ -475,7 +478,7 @@ class TrainConfig:
 
     @property
     def least_steps(self) -> int:
-        """The smallest number of steps: 0 where a run may hold its initial weights alone."""
+        """The smallest number of steps: 0 for a run that may hold only its initial weights."""
         return 1
 
     @property

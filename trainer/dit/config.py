@@ -90,22 +90,22 @@ class ImageConfig:
 
     path: Path | None = None
     """A folder of images, with a subfolder for each class, or an *.npz file of latents, or the URL
-    of one in a store, such as gs://bucket/images, which is copied once. The default is the
+    of such data in a store, such as gs://bucket/images, which are copied once. The default is the
     handwritten digits that come with scikit-learn."""
     held_out: float = 0.1
     """Fraction of the examples that is held out."""
     resize: Literal["crop", "pad", "stretch"] | None = None
-    """How images of another size are brought to `size`: "crop" scales an image until it covers the
-    size, and cuts the edges off; "pad" scales it until it fits, and fills up with black; "stretch"
-    changes its proportions. The default refuses them."""
+    """How images of another size are changed to `size`: "crop" scales an image until it covers the
+    size, and cuts the edges off; "pad" scales it until it fits, and adds black edges; "stretch"
+    changes its proportions. By default, images of another size are an error."""
     sizes: tuple[str, ...] = ()
-    """Further sizes of images, as HEIGHTxWIDTH, such as 192x320; `size` is one too, the largest. An
-    image is brought to the size of the nearest proportions, and among several to that of the
-    nearest area. A batch holds images of one size."""
+    """More sizes of images beside `size`, as HEIGHTxWIDTH, such as 192x320; `size` must be the
+    largest. An image is changed to the size of the nearest proportions and, among sizes of equal
+    proportions, to the size of the nearest area. A batch holds images of one size."""
     latent_scale: float = 1.0
     """Factor by which latents are multiplied when they are read, such as 0.18215 for those of
     Stable Diffusion; samples are divided by it. Latents should have a root mean square of about 1,
-    as the noise has."""
+    like the noise."""
     cache: Path | None = None
     """Folder for the copies of data that are in a store. The default is the folder of the runs."""
 

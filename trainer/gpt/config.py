@@ -27,18 +27,18 @@ class RopeConfig:
     """Base of each layer, in place of `base`: the list repeats, and `none` is a layer without
     rotary positions. `10000 10000 1000000` gives every third layer a longer wavelength."""
     scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
-    """How the angles shrink for longer contexts: "none", not at all; "linear", all by the same
-    factor (https://arxiv.org/abs/2306.15595); "ntk", those of long wavelengths more, by a larger
-    base; "llama3" and "yarn", only those of long wavelengths, as in Llama 3.1 and in YaRN
-    (https://arxiv.org/abs/2309.00071)."""
+    """How the angles shrink for longer contexts: "none" shrinks no angle; "linear" shrinks all
+    angles by the same factor (https://arxiv.org/abs/2306.15595); "ntk" shrinks those of long
+    wavelengths more, by a larger base; "llama3" and "yarn" shrink only those of long wavelengths,
+    as in Llama 3.1 and in YaRN (https://arxiv.org/abs/2309.00071)."""
     factor: float = 1.0
     """Length of the new context divided by that of the context that the model was trained on."""
     original_length: int | None = None
     """Length in tokens of the context that the model was trained on; "llama3" and "yarn" need
     it."""
     turns: tuple[float, float] | None = None
-    """Turns in the original context: channels that make more than the first number keep their
-    wavelength, and those that make fewer than the second are stretched by the whole factor. The
+    """Turns in the original context: channels with more turns than the first number keep their
+    wavelength, and channels with fewer turns than the second are stretched by the whole factor. The
     default is 4 and 1 for "llama3", 32 and 1 for "yarn"; no other scaling uses them."""
     attention_factor: float | None = None
     """Factor of queries and keys with "yarn". The default is 0.1 * ln(factor) + 1."""
@@ -130,25 +130,26 @@ class GPTConfig:
     softcap: float | None = None
     """Cap c of the logits of attention, c * tanh(logit / c), as in Gemma 2. The default is none."""
     output_softcap: float | None = None
-    """Cap of the logits of the next token, likewise. The default is none."""
+    """Cap of the logits of the next token, by the same formula. The default is none."""
     scale_dim: int | None = None
     """The logits of attention are scaled by scale_dim ** -0.5. The default is `head_dim`."""
     post_norms: bool = False
-    """Whether what attention and MLP add to the residual stream is normalised, as in Gemma 2."""
+    """Whether the outputs of attention and MLP are normalised before they are added to the residual
+    stream, as in Gemma 2."""
     norm_offset: bool = False
     """Whether norms multiply by 1 + their scale, as in Gemma."""
     norm_eps: float = 1e-6
-    """What norms add to the mean square."""
+    """Number that norms add to the mean square."""
     window: int | None = None
     """Number of tokens that a token attends to: itself and those before it, as in Mistral. The
     default is all earlier tokens."""
     windows: tuple[int | Literal["none"], ...] | None = None
     """Window of each layer, in place of `window`: the list repeats, and `none` attends to all
-    earlier tokens. `512 512 512 none` is three local layers and a global one, again and again."""
+    earlier tokens. `512 512 512 none` is three local layers and a global layer, repeated."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
     no_rope_every: int | None = None
-    """The last of every so many layers has no rotary positions, as in SmolLM3. By default, all
+    """With a number n, every n-th layer has no rotary positions, as in SmolLM3. By default, all
     layers have them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the activations; weights and logits are float32."""
@@ -244,52 +245,55 @@ class DataConfig:
     path: Path | None = None
     """A text file, a *.jsonl file (either also as *.gz), a table in *.parquet or *.arrow, a *.bin
     or *.npy file of tokens, or a folder of such files, all of one kind. If a folder has files
-    train.* and val.*, these are to be trained on and held out. A URL, such as gs://bucket/data, is
-    that of a file or folder in a store, which is copied once. The default is the source code of the
-    Python standard library."""
+    train.* and val.*, the former are trained on and the latter are held out. It may also be the URL
+    of a file or folder in a store, such as gs://bucket/data, which is copied once. The default is
+    the source code of the Python standard library."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"
     """The key or column under which a line of a *.jsonl file or a row holds its text."""
     loss_on: Literal["all", "completion"] = "all"
-    """The tokens that the loss counts: "all", or with *.jsonl files or tables of conversations or
-    of prompts and completions, "completion": only what the assistant says. Examples are then kept
-    whole."""
+    """The tokens that the loss counts: "all", or "completion" for only the completions or the
+    assistant's text. "completion" needs *.jsonl files or tables of conversations or of prompts and
+    completions, and keeps examples whole."""
     chat_template: Path | None = None
     """A file with the chat template, which turns conversations into text. The default is that of
     the tokenizer: chat_template.jinja beside it, or the one in tokenizer_config.json."""
     ignored_keys: tuple[str, ...] = ()
-    """Keys of conversations and completions, or columns, that say nothing to be learned, such as
-    "id". Any other that is not used is an error."""
+    """Keys of conversations and completions, or columns, with nothing to learn, such as "id". Any
+    other unused key or column is an error."""
     bin_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Data type of the tokens in *.bin files."""
     end_of_document: int | None = None
-    """Id of the token that ends a document. The default is 0 for bytes, and the token with one of
-    the usual names for a tokenizer; each file of tokens is then a single document. With --init-from
-    and --data.loss-on completion, the default is the token at which the model stops."""
+    """Id of the token that ends a document. The default is 0 for bytes, and for a tokenizer the
+    token with one of the usual names. For files of tokens there is no default, and each file is a
+    single document. With --init-from and --data.loss-on completion, the default is the stop token
+    of the model."""
     begin_of_document: int | None = None
     """Id of a token that is put in front of every document and prompt, such as that of <s>. With
-    --init-from, the default is what the tokenizer of the model asks for; else there is none."""
+    --init-from, the default is the token that the model's tokenizer puts there; otherwise there is
+    none."""
     mask_documents: bool = True
     """Whether a token attends only to its own document, instead of to everything before it in its
     sequence."""
     batches: Literal["rows", "documents"] = "rows"
     """What a batch consists of: "rows" of `seq_len` tokens, which all devices of a sequence share,
-    or whole "documents", each on as few devices as hold it. Then `seq_len` is the length of the
-    longest; what is longer is cut. Evaluation always has rows."""
+    or whole "documents", each on as few devices as can hold it. With "documents", `seq_len` is the
+    largest length, and longer documents are cut. Evaluation always uses rows."""
     draw: int = 4096
-    """Number of documents, about, that are drawn at a time with `batches="documents"`. Those of
-    like length among them share a part of a batch, so that devices wait less for each other."""
+    """Approximate number of documents that are drawn at a time with `batches="documents"`. Those of
+    similar length share a part of a batch, so that devices wait less for each other."""
     validation_path: Path | None = None
-    """Held-out data of the same kind as `path`. What lies inside `path` is not trained on. The
-    default is a fraction of `path`."""
+    """Held-out data of the same kind as `path`. Those of its files that lie inside `path` are not
+    trained on. The default is a fraction of `path`."""
     held_out: float = 0.05
     """Fraction that is held out if there is no `validation_path`: of the documents of text, or of
-    every file of tokens, at its end. Where that leaves one part without text, as of a single text
-    or of a few, it is the end of every document; of few completions it is one."""
+    every file of tokens, at its end. If whole documents cannot be divided so that both parts have
+    text, the end of every document is held out; with few completions, one completion is held
+    out."""
     cache: Path | None = None
-    """Folder for the tokens of text, which later runs on the same text and tokenizer read from it,
-    and for copies of data that are in a store. The defaults are the folders `tokens` and `copies`
+    """Folder for the tokens of text, from which later runs with the same text and tokenizer read
+    them, and for copies of data in a store. The defaults are the folders `tokens` and `copies`
     beside that of the run; without a tokenizer, bytes are kept in memory."""
 
     def __post_init__(self) -> None:
@@ -336,8 +340,8 @@ class LoraConfig:
     )
     """Projections that have adapters, in every layer: four of attention and three of the MLP."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type in which the frozen matrices and biases of the model are kept. The default is that
-    of the activations, model.dtype, which changes no result. Norms stay float32."""
+    """Data type in which the frozen matrices and biases of the model are kept. The default is the
+    type of the activations, model.dtype, which changes no result. Norms stay float32."""
 
     def __post_init__(self) -> None:
         if self.rank is None:
@@ -384,7 +388,7 @@ class GPTTrainConfig(TrainConfig):
 
     init_from: Path | None = None
     """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
-    and tokenizer.json. The model is that of its config.json; flags --model.* change it."""
+    and tokenizer.json. Its config.json defines the model; flags --model.* change it."""
     seq_len: int
     """Number of tokens in a sequence."""
     sample_length: int = 0
@@ -464,10 +468,10 @@ class TextOptions(SampleOptions):
     prompt_file: Path | None = None
     """A UTF-8 file whose content is the prompt."""
     chat: bool = False
-    """Whether the prompt is what a user says to the model: the chat template that lies beside the
-    tokenizer, or that of the run, puts it into a conversation, and the answer is drawn."""
+    """Whether the prompt is a user's message to the model: the chat template beside the tokenizer,
+    or that of the run, makes a conversation of it, and the answer is drawn."""
     tokens: int = 256
-    """Number of tokens to add; fewer if the model ends the document before."""
+    """Number of tokens to add; fewer if the model ends the document earlier."""
     samples: int = 1
     """Number of continuations, which are drawn at the same time."""
     temperature: float = 0.8
@@ -482,7 +486,7 @@ class TextOptions(SampleOptions):
     """A Hugging Face tokenizer.json. The default is that of the run."""
     zero: Literal[0, 3] = 0
     """ZeRO level. 3 splits the weights over the devices, which gather them for every token; models
-    that do not fit one device need it. The default is 3 if the run used 3, else 0."""
+    that do not fit on one device need it. The default is 3 if the run used 3, and 0 otherwise."""
 
     @classmethod
     def of_run(cls, config: Any) -> TextOptions:
