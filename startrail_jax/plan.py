@@ -1,4 +1,4 @@
-"""Which setting is the fastest for a cluster and a model? Needs no devices.
+"""Finds the fastest setting for a cluster and a model. Needs no devices.
 
     python -m startrail_jax.plan --nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s \\
         --model gpt_7b --seq-len 512K
@@ -31,82 +31,105 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cluster = made.add_argument_group("cluster")
-    cluster.add_argument("--nodes", type=int)
-    cluster.add_argument("--gpus-per-node", type=int)
+    cluster.add_argument("--nodes", type=int, help="number of nodes")
+    cluster.add_argument("--gpus-per-node", type=int, help="number of GPUs in each node")
     cluster.add_argument("--gpu", help="a100_40, a100_80, h100, h200 or b200")
     cluster.add_argument(
         "--port", help="rate of one port of a node: 50GB/s (bytes) or 400Gb/s (bits)"
     )
     cluster.add_argument(
-        "--ports", type=int, help="ports of a node, which its GPUs share; default one for each GPU"
+        "--ports", type=int, help="ports of a node, which its GPUs share; default: one for each GPU"
     )
-    cluster.add_argument("--inside", help="rate between the GPUs of a node; default NVLink")
-    cluster.add_argument("--half-duplex", action="store_true", help="a port sends or receives")
-    cluster.add_argument("--latency", help="of a message through a port, such as 10us")
+    cluster.add_argument(
+        "--inside", help="rate between the GPUs of a node; default: that of NVLink"
+    )
+    cluster.add_argument(
+        "--half-duplex",
+        action="store_true",
+        help="a port does not send and receive at the same time",
+    )
+    cluster.add_argument("--latency", help="latency of a message through a port, such as 10us")
     cluster.add_argument("--peak-flops", help="dense 16-bit FLOP/s of a GPU, such as 989T")
     cluster.add_argument("--memory", help="memory of a GPU, such as 80GiB")
     cluster.add_argument(
-        "--efficiency", type=float, help="share of the peak that matrix products reach, measured"
+        "--efficiency", type=float, help="measured share of the peak that matrix products reach"
     )
     cluster.add_argument(
         "--here",
         action="store_true",
-        help="measure the devices at hand, with jax, in place of all flags above but --memory; "
-        "train.py --plan show does it for the devices of several processes",
+        help="measure your devices with jax, in place of all flags above except --memory; for the "
+        "devices of several processes, use train.py --plan show",
     )
     cluster.add_argument(
-        "--devices-per-node", type=int, help="with --here: devices of a node, if they do not say"
+        "--devices-per-node", type=int, help="with --here: devices in a node, if jax cannot tell"
     )
     model = made.add_argument_group("model")
     model.add_argument(
         "--model",
         help="gpt_3b, gpt_7b, dit_1b, llama3_8b, llama3_70b, qwen3_8b, or a config.json of a run "
-        "or of Hugging Face; or leave it out and give the sizes",
+        "or of Hugging Face; or leave it out and give the sizes below",
     )
     for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
-        model.add_argument(f"--{name}", help="size of the model, instead of or beside --model")
+        model.add_argument(f"--{name}", help="size of the model, without --model or to change it")
     model.add_argument(
         "--windows",
         nargs="+",
         help="tokens that a token of each layer attends to, such as 512 512 512 none; the list "
-        "repeats, and none stands for all earlier tokens",
+        "repeats, and none means all earlier tokens",
     )
     model.add_argument(
         "--qk-norm",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="heads of queries and keys are normalised",
+        help="whether the heads of queries and keys are normalised",
     )
     model.add_argument("--seq-len", help="tokens in a sequence, such as 512K")
     model.add_argument(
-        "--batch", help="sequences in a batch, over all GPUs; default that of the run, or 1"
+        "--batch", help="sequences in a batch, over all GPUs; default: that of the run, or 1"
     )
     model.add_argument(
         "--lengths",
         help="tokens of the documents that fill the sequences: lognormal:MEDIAN,MEAN, or a text "
-        "file with a number on each line; default one document for each sequence",
+        "file with a number on each line; default: one document for each sequence",
     )
-    search = made.add_argument_group("search: everything that is not given")
+    search = made.add_argument_group(
+        "search", "The planner tries all values of flags that you leave out, but for the last two."
+    )
     for role in DEGREES:
-        search.add_argument(f"--{role}", type=int, help="degree of the mesh")
-    search.add_argument("--zero", type=int, nargs="+", help="levels, of 0 to 3")
+        search.add_argument(f"--{role}", type=int, help=f"fixed {role} degree of the mesh")
+    search.add_argument("--zero", type=int, nargs="+", help="ZeRO levels to try, from 0 to 3")
     search.add_argument(
         "--remat",
         nargs="+",
-        help="of none, products_saved, projections_saved, attention_saved, full",
+        help="values of --remat to try, of none, products_saved, projections_saved, "
+        "attention_saved, full",
     )
-    for name in ("offload", "tile"):
-        search.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None)
-    search.add_argument("--gradient-dtype", default="float32", help="float32 or bfloat16")
-    search.add_argument("--memory-fraction", type=float, default=0.92, help="of a GPU's memory")
+    for name, text in (
+        ("offload", "whether saved arrays move to the host"),
+        ("tile", "whether loss and MLP run on tiles of tokens"),
+    ):
+        search.add_argument(
+            f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text
+        )
+    search.add_argument(
+        "--gradient-dtype",
+        default="float32",
+        help="dtype of the gradients of attention that devices send: float32 (default) or bfloat16",
+    )
+    search.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.92,
+        help="share of a GPU's memory that a step may take; default: 0.92",
+    )
     shown = made.add_argument_group("output")
-    shown.add_argument("--top", type=int, default=8, help="number of settings to rank")
+    shown.add_argument("--top", type=int, default=8, help="number of settings to show; default: 8")
     shown.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the plan; on a mistake, a message.
+    """Prints the plan, or a message about a mistake in the command line.
 
     Args:
         arguments: the command line; None for that of the process.
@@ -123,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(json.dumps(found.as_dict(), indent=2) if args.json else found, flush=True)
     except BrokenPipeError:
-        # The reader, such as `head`, has had enough. What is left must not fail at the exit.
+        # A reader such as `head` has closed the pipe. The rest must not fail at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if found.reason is not None else 1
 
@@ -261,7 +284,7 @@ def _model(args: argparse.Namespace) -> Any:
 
 
 class _Module(types.ModuleType):
-    """This module can be called, since importing it puts it in the place of `st.plan`."""
+    """Makes this module callable, because importing it replaces `st.plan` by the module."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         from startrail_jax.planner.planning import plan
