@@ -1,4 +1,4 @@
-"""What the planner's page asks of the package. It runs in the browser, without jax."""
+"""Functions that the planner's page calls. They run in the browser, without jax."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from startrail_jax.rings.transfers import Transfer
 # Step of the schedule, and roles of the axes over which it goes -> text, and what is sent.
 _TEXTS = {
     ("head exchange", ("head",)): (
-        "Sets of {head} GPUs trade tokens for heads (Ulysses): each GPU then has {head} times the "
-        "tokens, for fewer heads.",
+        "Sets of {head} GPUs exchange tokens for heads (Ulysses): each GPU then has {head} times "
+        "the tokens, of fewer heads.",
         "tokens",
     ),
     ("query gather", ("team",)): (
-        "Teams of {team} gather queries: every member gets those of the whole team.",
+        "Teams of {team} gather queries: every member gets the queries of the whole team.",
         "queries",
     ),
     ("key placement", ("group",)): ("Groups of {group} gather keys and values.", "keys"),
     ("key placement", ("team",)): ("Teams of {team} gather keys and values too.", "keys"),
     ("key placement", ("group", "team")): (
-        "The gathered keys and values go to where the rings of the paper begin.",
+        "The gathered keys and values move to where the rings of the paper begin.",
         "keys",
     ),
     ("combine", ("team",)): (
-        "Teams merge the partial outputs of their members: a GPU gets those of its own queries.",
+        "Teams merge the partial outputs of their members: a GPU gets the outputs of its own "
+        "queries.",
         "outputs",
     ),
     ("output exchange", ("head",)): (
-        "Sets of {head} GPUs trade heads for tokens again.",
+        "Sets of {head} GPUs exchange heads for tokens again.",
         "outputs",
     ),
 }
@@ -151,13 +152,13 @@ def forward_pass(found: Plan, choice: Prediction) -> dict[str, Any]:
             add(*other)
     for turn in range(1, ring + 1):
         text = f"Round {turn} of {ring}: each" if ring > 1 else "Each"
-        text += " GPU attends its queries to the keys that it holds"
+        text += " GPU computes the attention of its queries to the keys that it holds"
         if turn == ring:
             add(f"{text}.", "keys")
         elif choice.inner > 1 and turn % choice.inner == 0:
-            add(f"{text}, while keys go to the next inner cycle.", "keys", *turns["outer ring"])
+            add(f"{text}, while keys travel to the next inner cycle.", "keys", *turns["outer ring"])
         else:
-            add(f"{text}, while keys go one place round the ring.", "keys", *turns["ring"])
+            add(f"{text}, while keys travel one place round the ring.", "keys", *turns["ring"])
     for other in others:
         if other[1] == "outputs":
             add(*other)

@@ -98,7 +98,7 @@ async function plan() {
   $("result").hidden = Boolean(found.error);
   if (found.error) return say(found.error, true);
   const seconds = ((performance.now() - began) / 1000).toFixed(2);
-  say(`${found.plan.num_candidates.toLocaleString("en")} settings were timed in ${seconds} s.`);
+  say(`${found.plan.num_candidates.toLocaleString("en")} settings were predicted in ${seconds} s.`);
   answer = found;
   showPlan();
   await choose(0);
@@ -156,7 +156,7 @@ function connect() {
   addEventListener("hashchange", () => location.hash !== linkOf(state) && change(fromLink()));
   const copy = async (text) => {
     const copied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
-    $("copied").textContent = copied ? "Copied." : "The browser forbids this page to copy: select the text instead.";
+    $("copied").textContent = copied ? "Copied." : "The browser does not let this page copy text: select the text instead.";
     setTimeout(() => ($("copied").textContent = ""), 4000);
   };
   for (const button of document.querySelectorAll("[data-copies]")) {
@@ -186,9 +186,9 @@ function showPlan() {
   const limit = plan.options.memory_fraction * plan.cluster.gpu.memory_bytes;
   $("winner").textContent = winner.fits ? `${winner.scheme}: ${short(winner.seconds)} a step` : "Nothing fits the memory";
   $("reason").textContent = plan.reason ??
-    `The setting of least memory needs ${(winner.memory_bytes / GIB).toFixed(1)} GiB. Use fewer tokens, more nodes or a larger GPU.`;
-  $("counts").textContent = `${plan.num_settings.toLocaleString("en")} settings of degrees and order; with ZeRO, ` +
-    `rematerialisation, offload and tiles ${plan.num_candidates.toLocaleString("en")}, of which ` +
+    `The setting with the least memory needs ${(winner.memory_bytes / GIB).toFixed(1)} GiB. Use fewer tokens, more nodes or a larger GPU.`;
+  $("counts").textContent = `${plan.num_settings.toLocaleString("en")} settings of degrees and order. With ZeRO, ` +
+    `rematerialisation, offload and tiles, there are ${plan.num_candidates.toLocaleString("en")} settings, of which ` +
     `${plan.num_fitting.toLocaleString("en")} fit ${(limit / GIB).toFixed(1)} GiB.`;
   $("notes").textContent = plan.notes.join(" ");
   $("limit").textContent = `${(limit / GIB).toFixed(1)} GiB`;
@@ -217,7 +217,7 @@ function showPlan() {
   $("ranked").replaceChildren(...plan.ranked.map((choice, i) => row(choice, i, choice.scheme)));
   $("baselines").replaceChildren(
     ...baselines.map(([name, choice], i) => row(choice, plan.ranked.length + i, name)),
-    ...Object.entries(plan.illegal).map(([name, why]) => make("li", { className: "small" }, `${name} is not legal here: ${why}.`)),
+    ...Object.entries(plan.illegal).map(([name, why]) => make("li", { className: "small" }, `${name} is not possible here: ${why}.`)),
   );
   $("command").textContent = plan.command;
   $("remarks").replaceChildren(...remarks.map((text) => make("li", { textContent: text })));
@@ -231,13 +231,13 @@ async function choose(i) {
   const { ring, group, team, head, data, tensor } = choice.degrees, devices = ring * group * team * head;
   const { nodes, gpus_per_node } = plan.cluster, all = nodes * gpus_per_node;
   const own = ring === 1 ? "no ring" : `${devices / ring} ring${devices > ring ? "s" : ""} of ${ring} GPUs, ${ring - 1} hops`;
-  const there = `Ring Attention would have one ring of ${devices} GPUs, ${devices - 1} hops`;
+  const there = `Ring Attention has one ring of ${devices} GPUs, ${devices - 1} hops`;
   $("rings-scheme").textContent = `${choice.scheme}: ` +
     (devices === 1 ? "attention sends nothing." : ring === devices ? `${own}.` : `${own}. ${there}.`);
   const tooMany = all > MOST_DRAWN;
   document.querySelector("figure").hidden = tooMany;
   if (tooMany) return ($("rings-scheme").textContent += ` ${all} GPUs are too many to draw: choose at most ${MOST_DRAWN}.`);
-  const notes = ["A forward pass of the attention of one layer, on the GPUs as the mesh places them."];
+  const notes = ["The picture shows the forward pass of the attention of one layer, with the GPUs in the order of the mesh."];
   if (data * tensor > 1) notes.push(`The pale GPUs do the same for ${data > 1 ? "other sequences" : ""}${data > 1 && tensor > 1 ? " and " : ""}${tensor > 1 ? "other heads" : ""}.`);
   if (plan.model.windows.some((x) => x !== null)) notes.push("Layers with a window may send only the keys that the window shows.");
   $("rings-note").textContent = notes.join(" ");
@@ -297,7 +297,7 @@ async function start() {
   connect();
   if (location.protocol === "file:") {
     document.body.setAttribute("aria-busy", "false");
-    return say("Browsers run Python only on pages that a web server sends. In the folder of the documentation, run\n" +
+    return say("Browsers run Python only on pages from a web server. In the folder of the documentation, run\n" +
       "python -m http.server\nand open http://localhost:8000/planner_page/", true);
   }
   rings = new Rings($("rings"), (text, at, of, playing) => {
