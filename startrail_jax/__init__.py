@@ -1,4 +1,4 @@
-"""Exact sequence-parallel attention for JAX, with little communication.
+"""Exact sequence-parallel attention for JAX that communicates little.
 
 On 8 devices, StarTrail in teams of 2:
 

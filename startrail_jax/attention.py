@@ -1,7 +1,7 @@
 """The public callable: it checks its inputs, enters `shard_map` and dispatches.
 
-There are no maths here. `vjp.py` computes attention inside `shard_map`, and `cache.py` holds the
-methods that decode.
+This module computes nothing itself: `rings/vjp.py` computes attention inside `shard_map`, and
+`cache.py` has the methods for decoding.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Attention(Decoding):
 
         out = softmax(scale * query key^T + mask) value
 
-    An instance is frozen and hashable: it is built once and can be called anywhere, under `jit`,
-    `grad`, `jax.checkpoint` and `lax.scan`. It can be the `attention_fn` of
-    `nnx.MultiHeadAttention` and of `linen.MultiHeadDotProductAttention`. The sizes of the mesh axes
-    choose the scheme: see `Degrees`.
+    An instance is frozen and hashable: build it once and call it anywhere, under `jit`, `grad`,
+    `jax.checkpoint` and `lax.scan`. It can be the `attention_fn` of `nnx.MultiHeadAttention` and of
+    `linen.MultiHeadDotProductAttention`. The sizes of the mesh axes choose the scheme: see
+    `Degrees`.
 
     Raises:
         ValueError: if an option does not exist or does not fit the mesh.
@@ -58,7 +58,7 @@ class Attention(Decoding):
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """All that is static about this attention: what `local` runs."""
+        """All static settings of this attention, which `local` uses."""
         platform, capability = device_kind(self.mesh)
         return Schedule(
             platform=platform,
@@ -73,7 +73,7 @@ class Attention(Decoding):
         )
 
     def num_rounds(self, seq_len: int) -> int:
-        """Number of ring rounds: the ring degree, or fewer if the mask lets no device need some.
+        """Number of ring rounds: the ring degree, or fewer if no device needs some of the rounds.
 
         Args:
             seq_len: tokens of the whole sequence.
@@ -100,10 +100,10 @@ class Attention(Decoding):
         devices_per_node: int | None = None,
         scores: tuple[str, ...] = (),
     ) -> Explanation:
-        """Says which backend serves inputs of these sizes, and why, without running anything.
+        """Says which backend runs for inputs of these sizes, and why, without running anything.
 
-        On several nodes it also says which mesh axes go from node to node. Where another layout
-        would share the work much more evenly, a `BalanceWarning` says so.
+        On several nodes it also says which mesh axes cross nodes. A `BalanceWarning` names another
+        layout that would balance the work much better.
 
         `print(attention.explain(...))` shows the answer in a few lines.
 
@@ -118,14 +118,14 @@ class Attention(Decoding):
             kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
             platform: "cpu", "cuda", "rocm" or "tpu"; None for the platform of the mesh.
             capability: CUDA compute capability, such as (9, 0); None for that of the mesh.
-            devices_per_node: number of devices in a node, in the order of `jax.devices()`; None for
-                what the devices say.
-            scores: what calls give for the scores, of "slopes", "bias" and "dropout".
+            devices_per_node: number of devices in a node, in the order of `jax.devices()`; None to
+                read it from the devices.
+            scores: the score inputs that calls pass, among "slopes", "bias" and "dropout".
 
         Raises:
             ValueError: if sizes do not fit the mesh, or if the platform is unknown.
-            NotImplementedError: if this attention names a backend that does not serve them, or
-                serves these scores in no way.
+            NotImplementedError: if the backend of this attention does not support these inputs, or
+                if no backend supports these scores.
         """
         check_scores(self, scores, seq_len, seq_len if kv_seq_len is None else kv_seq_len)
         schedule = self.schedule.on(platform, capability)
@@ -190,63 +190,67 @@ class Attention(Decoding):
         local_window_size: int | tuple[int, int] | None = None,
         **unserved: Any,
     ) -> Any:
-        """Attends every query to the keys that it may see.
+        """Computes the attention of every query to its visible keys.
 
         Args:
             query: [batch, seq, heads, head_dim] sharded as `query_spec(heads)`, with tokens in the
                 order of `layout`; float32, bfloat16 or float16.
             key: [batch, kv_seq, kv_heads, head_dim] sharded as `key_spec(kv_heads)`. `kv_heads`
                 divides `heads`, and neighbouring query heads share a key head. Keys of
-                cross-attention may be of any length: they are filled up inside.
-            value: [batch, kv_seq, kv_heads, value_head_dim], likewise.
+                cross-attention may have any length: the call pads them.
+            value: [batch, kv_seq, kv_heads, value_head_dim], sharded like key.
             segment_ids: integers [batch, seq] sharded as `sequence_spec`, or a pair of such arrays
-                for queries and keys, where None stands for zeros. Tokens of equal ids see each
+                for queries and keys, where None stands for zeros. Tokens with equal ids see each
                 other. Negative ids are padding, whose outputs and gradients are 0.
             bias: floats [1 or batch, 1 or heads, seq, kv_seq] to add to the scaled and capped
                 logits, sharded as `bias_spec`: queries and keys in the order of `layout`, each
-                device with the rows of its queries; see `shard_bias`. It may be learned. The whole
-                of it exists, over all devices, twice in the forward and once more, in float32, in
-                the backward pass, in which keys go round the ring.
+                device with the rows of its queries; see `shard_bias`. It may be learned. Over all
+                devices together, memory holds the whole bias twice in the forward pass, and once
+                more in float32 in the backward pass, which rotates keys.
             slopes: [heads], the ALiBi slope m of each head: `-m |query - key|` is added to the
-                scaled and capped logits, from natural positions in the row. They may be learned.
+                scaled and capped logits, where query and key are natural positions in the row. They
+                may be learned.
             sinks: [heads], a logit for each head that counts in the denominator of its softmax and
                 has no value, as in gpt-oss: out * sigmoid(lse - sink), exactly. It may be learned.
-                Zeros make the softmax off by one. None for none. Rows that see no key stay 0.
-            prefix_lengths: integers [batch], how many tokens of each row are its prefix, which a
-                `masks.Prefix()` without a length needs: 0 to all. Traced ones count as if clipped.
+                With zeros, this is the softmax-off-by-one. None for no sinks. Rows that see no key
+                stay 0.
+            prefix_lengths: integers [batch], the number of tokens in the prefix of each row, from 0
+                to all tokens. A `masks.Prefix()` without a length needs them. Traced lengths count
+                as if clipped to that range.
             return_lse: whether to return the log-sum-exp too; gradients flow through both.
             dtype: dtype to cast query, key and value to; None leaves them as they are.
             is_causal: must not be True unless this attention is causal. False changes nothing.
-            dropout_rate: share of the probabilities to drop, after the softmax: those that stay are
-                scaled by 1 / (1 - rate). 0 for none.
+            dropout_rate: share of the probabilities to drop after the softmax; the others are
+                scaled by 1 / (1 - rate). 0 for no dropout.
             dropout_rng: a key of `jax.random`, which a rate above 0 needs. It drops the same
                 entries on any mesh, under any scheme and layout.
-            broadcast_dropout: whether all rows and heads drop the same pairs of positions, which is
-                what Flax's modules ask for.
+            broadcast_dropout: whether all rows and heads drop the same pairs of positions. Flax's
+                modules pass True.
             deterministic: whether nothing is dropped.
-            mask: bools, or 0 and 1, [batch or 1, 1, 1, kv_seq], True for keys that are seen, with
-                tokens in the order of `layout`; or any mask on the host that is all True. Traced
-                numbers count as in Flax: keys of 0 are hidden. What else a dense mask may say is
-                for `masks.recognise`.
-            precision: any; float32 inputs are always computed in full precision.
-            force_fp32_for_softmax: either; the softmax is always in float32.
-            qk_attn_weights_einsum, attn_weights_value_einsum: None. Linen passes them.
-            scale, implementation, local_window_size: as in `jax.nn.dot_product_attention`, for this
-                call: `scale`, `backend` and, of a causal attention, `window` of the instance, which
-                must be unset or equal.
-            softcap, padding_id: those of the instance, which must be unset or equal.
-            **unserved: further arguments that Flax or `jax.nn.dot_product_attention` has, None or
-                False. Other values raise an error that names our equivalent.
+            mask: bools, or 0 and 1, [batch or 1, 1, 1, kv_seq], True for visible keys, with tokens
+                in the order of `layout`; or any mask on the host that is all True. Traced numbers
+                count as in Flax: keys with 0 are hidden. Convert other dense masks with
+                `masks.recognise`.
+            precision: any value; float32 inputs are always computed in full precision.
+            force_fp32_for_softmax: any value; the softmax is always in float32.
+            qk_attn_weights_einsum, attn_weights_value_einsum: None, as Linen passes them.
+            scale, implementation, local_window_size: as in `jax.nn.dot_product_attention`. For this
+                call, they set `scale`, `backend` and, for a causal attention, `window` of the
+                instance, which must be unset or equal.
+            softcap, padding_id: the same options of the instance, for this call; those of the
+                instance must be unset or equal.
+            **unserved: other arguments of Flax or `jax.nn.dot_product_attention`, None or False.
+                Other values raise an error that names the equivalent here.
 
         Returns:
-            out [batch, seq, heads, value_head_dim] in the dtype of query and sharded like it; 0 in
+            out [batch, seq, heads, value_head_dim] with the dtype and the sharding of query; 0 in
             rows that see no key. With `return_lse`, also lse [batch, heads, seq] in float32,
             sharded as `lse_spec`: the natural logarithm of the sum of the exponentials of the
             scaled logits and the sink, if there is one; -1e30 in rows that see no key.
 
         Raises:
             ValueError: if shapes, dtypes or shardings do not fit each other or the mesh.
-            NotImplementedError: if an option is not served.
+            NotImplementedError: if an option is not supported.
             TypeError: if neither Flax nor jax has an argument of such a name.
         """
         del force_fp32_for_softmax
@@ -291,17 +295,18 @@ class Attention(Decoding):
         key_segments: Array | None = None,
         **given: Any,
     ) -> tuple[Array, Array]:
-        """Does what a call does on one device, inside a fully manual `shard_map` of the caller.
+        """Computes one device's part of a call, inside a fully manual `shard_map` of the caller.
 
         Args:
             query: this device's shard [b, t, n, h].
-            key, value: its shards [b, s, k, h] and [b, s, k, v], of the key heads that its query
-                heads need.
+            key, value: this device's shards [b, s, k, h] and [b, s, k, v], with the key heads that
+                its query heads need.
             query_segments, key_segments: int32 segment ids [b, t] and [b, s] of the same tokens;
                 both or neither.
-            **given: as in a call, slopes and sinks [n] of this device's heads, a `bias`
-                [1 or b, 1 or n, t, kv_seq], `prefix_lengths` [b] and what dropout takes. All that
-                share a sequence need one key of dropout; check_vma=False leaves it unchecked.
+            **given: as in a call: slopes and sinks [n] of this device's heads, a `bias` [1 or b, 1
+                or n, t, kv_seq], `prefix_lengths` [b] and the arguments of dropout. All devices
+                that share a sequence need the same dropout key; with check_vma=False this is not
+                checked.
 
         Returns:
             out [b, t, n, v] in the dtype of query and lse [b, n, t] in float32, of this device's
@@ -334,7 +339,7 @@ class Attention(Decoding):
         given: ScoreInputs,
         *inputs: Array,
     ) -> tuple[Array, Array]:
-        """The attention of whole arrays that have been checked."""
+        """The attention of whole arrays, after all checks."""
         return _run(self, specs, given_specs, given, *inputs)
 
     def _on_device(

@@ -1,4 +1,4 @@
-"""Builds the mesh: which device sits at which coordinate."""
+"""Builds the mesh: the device at each coordinate."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ def make_mesh(
     devices_per_node: int | None = None,
     call: Mapping[str, Any] | None = None,
 ) -> Mesh:
-    """Builds a mesh with the six axes data, group, ring, team, head and tensor.
+    """Builds a mesh with the six axes data, ring, group, team, head and tensor.
 
-    The axes of the mesh always come in this order, so data, ranks and results do not depend on
-    `order`. It decides which device sits at which coordinate: with the devices sorted node by node,
-    consecutive ones lie along the last axis of `order` first.
+    The mesh always has its axes in this sequence, so data, ranks and results do not depend on
+    `order`. `order` decides which device is at which coordinate: with the devices sorted node by
+    node, consecutive devices first fill the last axis of `order`.
 
     Args:
         degrees: sizes of the axes.
-        axis_type: "auto", where the compiler chooses the sharding of what a model computes, as the
+        axis_type: "auto", where the compiler chooses the sharding of the arrays of a model, as the
             layers of Flax expect; or "explicit", where shardings are part of types and mismatches
-            are errors. A `jax.sharding.AxisType` is served too.
+            are errors. It may also be a `jax.sharding.AxisType`.
         devices: the devices of the mesh; None for all visible ones.
         order: the six axes, slowest first, or a name: "rings_inside" (the paper's; rings inside a
-            node, teams and groups across), "collectives_inside" (teams and groups inside, rings
-            across), "head_first" (heads inside) or "context_first" (heads across). None chooses:
-            on one node, the order of the axes above; on several, the one with the fewest bytes
-            through the port of a node (`startrail_jax.analysis.cost.default_order`).
-        devices_per_node: number of devices in a node, where each run of so many of `devices` is
-            one. None reads the nodes from the devices: see `startrail_jax.devices.nodes.nodes_of`.
-        call: what the order is chosen for if `order` is None: keyword arguments of `communication`
-            such as dict(heads=32, kv_heads=8, causal=True). The best order depends on them.
+            node, teams and groups across nodes), "collectives_inside" (teams and groups inside a
+            node, rings across nodes), "head_first" (the head exchange inside a node) or
+            "context_first" (the head exchange across nodes). None chooses the order of the axes
+            above on one node, and the order with the fewest bytes through the port of a node on
+            several (`startrail_jax.analysis.cost.default_order`).
+        devices_per_node: number of devices in a node; each run of this many `devices` is a node.
+            None reads the nodes from the devices: see `startrail_jax.devices.nodes.nodes_of`.
+        call: the call for which the order is chosen if `order` is None: keyword arguments of
+            `communication` such as dict(heads=32, kv_heads=8, causal=True). The best order depends
+            on them.
 
     Returns:
         The mesh.
@@ -80,7 +82,7 @@ def make_mesh(
 
 
 def _way_to_devices(needed: int, devices: Sequence[Any], chosen: bool) -> str:
-    """How to have as many devices as are needed in place of all, or of those that were chosen."""
+    """Advice on how to get the needed number of devices."""
     if chosen or needed < len(devices):
         return f"pass devices= with {needed} of them"
     if all(device.platform == "cpu" for device in devices):
@@ -96,7 +98,7 @@ def place_devices(
 ) -> np.ndarray:
     """The device at each coordinate of a mesh, with the devices sorted node by node.
 
-    Those of a TPU node are sorted as jax does it, by the links between them.
+    The devices of a TPU node are sorted by the links between them, as jax sorts them.
 
     Args:
         degrees: sizes of the axes.
@@ -118,7 +120,7 @@ def place_devices(
 def _inner_shape(degrees: Degrees, order: Sequence[str], num_devices: int) -> tuple[int, ...]:
     """Sizes of the parts of the axes that lie inside a node, in the order of the axes.
 
-    One long axis if nodes end in the middle of a place of an axis.
+    Returns one long axis if nodes end in the middle of an axis without dividing it.
     """
     sizes, left = [], num_devices
     for role in reversed(order):

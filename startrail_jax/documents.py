@@ -1,15 +1,16 @@
-"""Documents of all lengths: which share a row, and on how many devices each row lies.
+"""Divides documents of all lengths into rows, and decides on how many devices each row lies.
 
 A step has P devices, and its batch is a list of parts, one after another. In a part of
 context-parallel degree c, each of P / c rows lies on c neighbouring devices, and has c * S tokens:
-S, the share, is the number of tokens that a device holds. So all devices work in each part, and
-each c is one compiled program. With P = 4, documents of 3, 1, 1, 1, 1 and 1 shares make two parts:
+S, the share, is the number of tokens that a device holds. So all devices work in each part. Each c
+is one compiled program. With P = 4, documents of 3, 1, 1, 1, 1 and 1 shares make two parts:
 
     c = 4   | a a a b |             one row of 4 shares on 4 devices
     c = 1   | c | d | e | f |       four rows of 1 share, each on a device, which sends nothing
 
-Everything here is decided on the host from lengths alone, by NumPy and not by jax: a process needs
-no data to know what it will read, and every process finds the same.
+This module runs on the host, with NumPy and without jax, and needs only the lengths of the
+documents. So a process knows without any data which documents it will read, and every process
+computes the same parts.
 """
 
 from __future__ import annotations
@@ -28,28 +29,29 @@ from startrail_jax.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentCost:
-    """The time that a step takes for its documents, in any unit: only ratios matter.
+    """The time that a step takes for its documents, in any unit, since only ratios matter.
 
     A device of a part of degree c takes
 
         token * S + pair * (visible pairs of its row) / c + hop * (c - 1) * S
 
-    Padding is multiplied by matrices like other tokens, and attention skips it. The defaults are
-    about those of Llama 3 8B on H100s that have a port of 400 Gb/s each.
+    Matrix products include padding like other tokens, and attention skips it. The defaults are
+    about right for Llama 3 8B on H100s with a port of 400 Gb/s each.
     """
 
     token: float = 1.0
-    """Time of a token in matrices, and in all else that grows with tokens."""
+    """Time of a token in matrix products, and in all other work that grows with the number of
+    tokens."""
     pair: float = 4e-5
-    """Time of one query and one key in attention. A model of width w and L layers takes
-    14 * w * L FLOPs for it, forward and backward; for a token, 6 for each parameter."""
+    """Time of one query and one key in attention. A model of width w and L layers takes 14 * w * L
+    FLOPs for a pair, forward and backward, and 6 FLOPs per parameter for a token."""
     hop: float = 0.05
-    """Time to send a token's keys and values to the next device, and their gradients, as far as no
-    arithmetic hides it."""
+    """Time to send a token's keys and values to the next device, and their gradients, without the
+    part that overlaps with computation."""
     windows: tuple[int | None, ...] = (None,)
-    """The windows of the layers, or of one period of them; None is causal attention without one.
-    Without any, n tokens have n * (n + 1) / 2 visible pairs. For attention that is not causal,
-    give twice the `pair`."""
+    """The windows of the layers, or of one period of them; None is causal attention without a
+    window. Without windows, n tokens have n * (n + 1) / 2 visible pairs. For attention that is not
+    causal, give twice the `pair`."""
 
     def __post_init__(self) -> None:
         prices = self.token, self.pair, self.hop
@@ -65,7 +67,7 @@ class DocumentCost:
             )
 
     def visible_pairs(self, lengths: np.ndarray) -> np.ndarray:
-        """Visible pairs of documents of these lengths, the mean over the layers."""
+        """Visible pairs of documents of these lengths, as the mean over the layers."""
         lengths = np.asarray(lengths, np.int64)
         total = np.zeros(lengths.shape)
         for window, layers in Counter(self.windows).items():
@@ -95,16 +97,16 @@ def parts(
 ) -> list[BatchPart]:
     """The parts of one step of these documents.
 
-    A document lies on the fewest devices that hold it, or on more where padding or waiting would
-    take longer than what it sends. Short ones fill what long ones leave.
+    A document lies on the fewest devices that can hold it, or on more if padding or waiting would
+    take longer than sending its keys. Short documents fill the space that long documents leave.
 
     Args:
-        lengths: tokens of each document. One of length 0 has no token, and is in no part.
+        lengths: tokens of each document. A document of length 0 is in no part.
         devices: P, the devices that share the rows of a step.
         share: S, tokens that a device holds in a part.
-        cost: what tokens and pairs take.
-        degrees: values that c may take, divisors of P; by default all of them. Each is a program to
-            compile.
+        cost: the time of tokens and pairs; None for the default.
+        degrees: values that c may take, divisors of P; by default all divisors. Each value is one
+            program to compile.
 
     Returns:
         Parts in order of c. Every document that has tokens is in one row of one part.
@@ -272,11 +274,11 @@ class _Assignment:
 
 
 class PartStream(Iterator[list[BatchPart]]):
-    """An endless series of steps of all documents: in random order, then in another, and so on.
+    """An endless series of steps over all documents, in a new random order in each epoch.
 
-    The documents of an epoch are drawn into windows, and those of a window are in the parts of its
-    steps, so that rows of one part have nearly equal work. Each document with tokens is in one step
-    of an epoch. Steps depend only on the arguments.
+    An epoch divides the documents into windows, and the documents of a window into the parts of its
+    steps, so that rows of one part have nearly equal work. Each document with tokens is in exactly
+    one step of an epoch. Steps depend only on the arguments.
     """
 
     def __init__(
@@ -291,15 +293,15 @@ class PartStream(Iterator[list[BatchPart]]):
         cost: DocumentCost | None = None,
         degrees: Sequence[int] | None = None,
     ) -> None:
-        """Starts at the first step. Windows are assigned when their first step is asked for.
+        """Starts at the first step. A window is assigned when its first step is requested.
 
         Args:
             lengths: as for `parts`, of all documents.
             devices: as for `parts`.
             share: as for `parts`.
-            parts_per_step: most parts of a step, each of nearly P * S tokens. All steps of a window
-                have so many, or some fewer: as evenly as the parts of the window allow.
-            window: number of documents that a window draws from all, about.
+            parts_per_step: largest number of parts in a step, each of nearly P * S tokens. The
+                parts of a window are divided among its steps as evenly as possible.
+            window: approximate number of documents in a window.
             seed: seed of the order.
             cost: as for `parts`.
             degrees: as for `parts`.
@@ -387,7 +389,7 @@ class PartStream(Iterator[list[BatchPart]]):
         return self._left.pop(0)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the next step is, and what the order depends on, for JSON."""
+        """The position of the next step, and the settings that determine the order, for JSON."""
         return {
             **self.order,
             "epoch": self.epoch,
@@ -396,16 +398,16 @@ class PartStream(Iterator[list[BatchPart]]):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position, so that the next step is the one that followed it.
+        """Goes to a saved position: the next step is the one that followed it.
 
-        If devices, share, parts of a step, cost or degrees are others than they were there, the
-        documents of the open window that are still to come are assigned anew.
+        If devices, share, parts per step, cost or degrees differ from those of the state, the
+        remaining documents of the current window are assigned anew.
 
         Args:
             state: what `get_state` returned at that position.
 
         Raises:
-            ValueError: if documents, seed or window are others, so that some documents would come
+            ValueError: if documents, seed or window differ, so that some documents would come
                 twice.
         """
         for name, value in self.order.items():
@@ -436,19 +438,19 @@ def _shuffled(count: int, *seed: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class PartSummary:
-    """What steps of parts hold, and what they take."""
+    """Tokens, padding and time of steps of parts."""
 
     tokens: int
     """Tokens of documents."""
     places: int
     """Places of tokens: S on each device for each part."""
     alone: int
-    """Tokens that lie on one device with all of their row, so that nothing of it is sent."""
+    """Tokens in rows on a single device, which need no communication."""
     seconds: float
-    """What a device takes for all steps, in the unit of the cost."""
+    """Time of a device for all steps, in the unit of the cost."""
     balance: float
-    """The work of the device that has most in each part over the mean, with the matrices of all
-    places; 1 is best. Devices of a part wait for each other."""
+    """The work of the busiest device of each part divided by the mean, with the matrix products of
+    all places; 1 is best. Devices of a part wait for each other."""
     parts: Mapping[int, int]
     """The number of parts of each degree."""
 
@@ -466,7 +468,7 @@ def summary(
     share: int,
     cost: DocumentCost | None = None,
 ) -> PartSummary:
-    """What steps hold, and what they take.
+    """Tokens, padding and time of steps.
 
     Args:
         steps: parts of each step.
