@@ -1,9 +1,9 @@
 """Decoding: attention of a few new tokens to a KV cache that is sharded over the sequence axes.
 
 A cache holds the keys, or the values, of a sequence in *slots*, one for each position, in the order
-of the layout. What `Attention` takes as key and value can thus serve as a cache. Devices compute
-where a slot lies, so positions are never sent. A slot above the position of a query is never read
-for it, so slots that are not filled yet may hold anything finite.
+of the layout. So the key and value arrays of `Attention` can be used as a cache. Devices compute
+where a slot lies, so positions are never sent. A query never reads slots after its own position, so
+empty slots may hold any finite numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Decoding(Arguments):
         slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
     ) -> Array:
-        """Attends new tokens to a cache of keys and values that is sharded over the sequence axes.
+        """Computes the attention of new tokens to a cache that is sharded over the sequence axes.
 
         The result is that of a call with the whole sequence: each token attends to itself and to
         all tokens before it. Each device attends to its own slots, and the float32 results are
@@ -58,10 +58,10 @@ class Decoding(Arguments):
                 the sequence axes. `new` should be small, as all logits exist at once.
             key_cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`, in the
                 order of `layout`. It already holds the keys of `query`: see `update_cache`.
-            value_cache: [batch, slots, kv_heads, value_head_dim], likewise.
-            positions: int32 [batch, new], the position of each query. A query sees the slots of
-                its own position and below that the mask shows. A query of negative position sees
-                none. Positions may lie beyond the slots, whose keys then end before the query.
+            value_cache: [batch, slots, kv_heads, value_head_dim], sharded like key_cache.
+            positions: int32 [batch, new], the position of each query. A query sees the slots up to
+                its own position that the mask shows. A query at a negative position sees no slot.
+                Positions may lie beyond the last slot.
             slopes, sinks: as in a call.
 
         Returns:
@@ -97,12 +97,12 @@ class Decoding(Arguments):
         sinks: Array | None = None,
         slopes: Array | None = None,
     ) -> Array:
-        """Does what `decode` does on one device, inside a fully manual `shard_map` of the caller.
+        """Computes one device's part of `decode`, inside a fully manual `shard_map` of the caller.
 
         Args:
             query: the new tokens [b, t, n, h] of this device's rows and heads.
-            key_cache, value_cache: this device's slots [b, s, k, h] and [b, s, k, v], of the key
-                heads that its query heads need; neighbouring query heads share one.
+            key_cache, value_cache: this device's slots [b, s, k, h] and [b, s, k, v], with the key
+                heads that its query heads need; neighbouring query heads share a key head.
             positions: int32 [b, t], the positions of the new tokens.
             sinks, slopes: floats [n] of this device's heads, as in a call.
 
@@ -166,13 +166,13 @@ class Decoding(Arguments):
             cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`. It is written
                 in place in a `jit` to which it is donated (`donate_argnums`), and in a loop that
                 carries it.
-            new: [batch, new, kv_heads, head_dim], sharded likewise, but replicated over the
+            new: [batch, new, kv_heads, head_dim], sharded like the cache, but replicated over the
                 sequence axes.
-            positions: int32 [batch, new], distinct in each row. Positions that the cache does not
-                have are not written.
+            positions: int32 [batch, new], distinct in each row. Positions outside the cache are not
+                written.
 
         Returns:
-            The cache, sharded as it was and in its dtype.
+            The cache, with its sharding and dtype unchanged.
 
         Raises:
             ValueError: if shapes or shardings do not fit, or if positions are not int32.
@@ -188,7 +188,7 @@ class Decoding(Arguments):
     def update_cache_local(
         self, cache: Array, new: Array, positions: Array, *, layer: Array | int | None = None
     ) -> Array:
-        """Does what `update_cache` does on one device, inside a `shard_map` of the caller.
+        """Does one device's part of `update_cache`, inside a `shard_map` of the caller.
 
         Args:
             cache: this device's slots [b, s, k, h]; with a `layer`, those of all layers, [layers,
@@ -225,10 +225,10 @@ class Decoding(Arguments):
         return PartitionSpec(batch, None, split, None)
 
     def key_copies(self, kv_heads: int) -> int:
-        """How many neighbours among the key heads that `local` is given are copies of one head.
+        """How many neighbouring key heads in the input of `local` are copies of one head.
 
-        There are copies only where `tensor` does not divide `kv_heads` and `head` is above 1. A
-        cache needs one of each, `key[:, :, ::copies]`.
+        There are copies only if `tensor` does not divide `kv_heads` and `head` is above 1. A cache
+        needs only one copy of each head, `key[:, :, ::copies]`.
         """
         parts = self.degrees.head * self.degrees.tensor
         if kv_heads % self.degrees.tensor == 0:
@@ -274,7 +274,7 @@ def sharded_decode(
     sinks: Float[Array, " n"] | None = None,
     slopes: Float[Array, " n"] | None = None,
 ) -> OutShard:
-    """Attends new tokens, which all P devices along `ranks` hold, to the slots of all of them.
+    """Computes the attention of new tokens, which all P devices along `ranks` hold, to all slots.
 
     Each device r attends to its own slots, in float32, and the results are merged:
 
@@ -286,8 +286,8 @@ def sharded_decode(
     Args:
         q: the new tokens, replicated over `ranks`.
         k, v: this device's slots.
-        positions: positions of the new tokens. Each sees the slots of its own position and below
-            that the mask shows; a token of negative position sees none.
+        positions: positions of the new tokens. Each token sees the slots up to its own position
+            that the mask shows; a token at a negative position sees no slot.
         layout: the placement of the slots.
         ranks: the flat sequence axis, over (ring, group, team, head).
         mask: which position sees which; it must be causal.
@@ -358,16 +358,16 @@ def write_slots(
     ranks: Axis,
     layer: Int32[Array, ""] | int | None = None,
 ) -> Float[Array, "..."]:
-    """Replaces the slots of `positions`, as far as this device has them; nothing is sent.
+    """Replaces the slots of `positions` that this device has; nothing is sent.
 
     XLA writes in place if the cache is donated, or carried by a loop. On CPUs, which have no 16-bit
-    floats, it does so only for a cache of float32.
+    floats, XLA writes in place only for a cache of float32.
 
     Args:
         cache: this device's slots [b s k h], or those of all layers, [layers b s k h].
         new: keys or values of the new tokens, replicated over `ranks`.
-        positions: positions of the new tokens, distinct in each row. Positions that the cache does
-            not have, such as negative ones, are not written.
+        positions: positions of the new tokens, distinct in each row. Positions outside the cache,
+            such as negative positions, are not written.
         layout: the placement of the slots.
         ranks: the flat sequence axis, over (ring, group, team, head).
         layer: the layer whose slots are written, if the cache has those of all layers.

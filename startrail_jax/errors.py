@@ -1,21 +1,21 @@
-"""Errors that are for the user: their message alone says what to change.
+"""Errors for the user, whose messages say what to change.
 
 A message states what must hold, what was given, and what to do, so a program may show it without a
-traceback. Any other error is a fault of the program itself, and should keep its traceback. Every
-class here is also a built-in type, which is what callers catch.
+traceback. Any other error is a bug of the program itself, and should keep its traceback. Every
+class here also derives from a built-in error, which callers can catch.
 """
 
 
 class UserError(Exception):
-    """Base class of all errors that are for the user. Only subclasses of it are raised."""
+    """Base class of all errors for the user. Only its subclasses are raised."""
 
 
 class InputError(UserError, ValueError):
-    """An argument, a setting or the content of a file is not what it must be."""
+    """An argument, a setting or the content of a file is invalid."""
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """What was asked for is sensible, but does not exist here."""
+    """The request is sensible, but not supported here."""
 
 
 class BalanceWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""Tests for attention of your own: whether it is exact, on simulated or on real devices.
+"""Tests whether your own attention is exact, on simulated or real devices.
 
     import startrail_jax as st
     from startrail_jax.testing import assert_exact, simulate_devices
@@ -11,9 +11,9 @@
         attention = st.Attention(mesh, window=24)
         assert_exact(attention, seq_len=64, heads=4, kv_heads=2, packed=True)
 
-`assert_model_exact` compares the loss and gradients of a whole model with those that it has with
-dense attention. `assert_exact` needs chex, which `pip install 'startrail-jax[testing]'` installs;
-the others need only jax.
+`assert_model_exact` compares the loss and gradients of a whole model with those of the same model
+on dense attention. `assert_exact` needs chex, which `pip install 'startrail-jax[testing]'`
+installs; the others need only jax.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def simulate_devices(count: int) -> None:
 
     Call it before jax starts, which happens when a program first asks for devices or makes an
     array: for instance at the top of `conftest.py`. Further calls do no harm. The CPU is selected
-    on machines with GPUs too, so that tests do the same everywhere; tests that are to run on GPUs
-    do without this function.
+        even on machines with GPUs, so that tests do the same everywhere; leave this function out of
+        tests that should run on GPUs.
 
     Args:
-        count: the smallest number of devices that will do.
+        count: the smallest acceptable number of devices.
 
     Raises:
         ValueError: if `count` is below 1.
@@ -113,8 +113,9 @@ def assert_exact(
 
     Random queries, keys and values are permuted to the layout of `attention` and sharded over its
     mesh. The output, the log-sum-exp and the gradients must match dense attention in float64 NumPy,
-    and must be sharded like the inputs. The dense reference serves small problems, up to 8,192
-    tokens in one head or 1,024 tokens in 64 heads. Most faults show with a few tokens per device.
+    and must be sharded like the inputs. The dense reference is for small problems, up to 8,192
+    tokens in one head or 1,024 tokens in 64 heads. A few tokens per device are enough to find most
+    bugs.
 
     Args:
         attention: the mesh, layout, mask and backend to test. All devices of the mesh must belong
@@ -141,7 +142,7 @@ def assert_exact(
         AssertionError: if a result differs. The message, from chex, names the first of out, lse,
             dq, dk and dv that differs, and shows where.
         ModuleNotFoundError: if chex is not installed.
-        NotImplementedError: if the backend that `attention` names does not serve these inputs.
+        NotImplementedError: if the backend of `attention` does not support these inputs.
         ValueError: if the sizes do not fit the mesh, or are too large for the reference.
     """
     chex = _import_chex()
@@ -199,34 +200,37 @@ def assert_model_exact(
     *batch: Any,
     tolerance: float = MODEL_TOLERANCE,
 ) -> None:
-    """Asserts that a model has the loss and the gradients that it has with dense attention.
+    """Asserts that a model has the same loss and gradients as with dense attention.
 
     `loss(attention, params, *arrays)` and its gradients are computed twice, in full float32: with
     `attention`, on the arrays that `attention.shard` makes of the batch; and with dense attention
-    of the same settings, on the same mesh, on arrays whose tokens are in natural order. Whatever
-    the model does by the order of tokens in memory is right in that order. So it shows here where a
+    of the same settings, on the same mesh, on arrays whose tokens are in natural order. In natural
+    order, code that relies on the order of tokens in memory is right. So the comparison fails if a
     model in zigzag order counts positions itself, shifts targets after the sharding, mixes
-    neighbours, masks dense logits itself, or gets arrays that are in no such order.
+    neighbouring tokens, masks dense logits itself, or gets arrays in another order.
 
-    What is the same in both runs is not seen: segment ids or a window that the model forgets, and,
-    in contiguous order, a path to attention that was missed: it computes the right values, on the
-    whole sequence. To see these, compare the model with the unmodified one.
+    Mistakes that are the same in both runs are not found: segment ids or a window that the model
+    does not pass on, and, in contiguous order, a path to attention that you missed, which still
+    computes the right values on the whole sequence. To find these, compare the model with the
+    unmodified model.
 
     Args:
-        attention: what the model is to use. All devices of its mesh must belong to this process.
-        loss: (attention, params, *arrays) -> a scalar. It must use the attention that it is given,
-            in calls; `attention.local` is refused, and `decode` stays as it is. Dropout is refused.
-        params: tree of float arrays, by which the gradients are taken.
+        attention: the attention that the model should use. All devices of its mesh must belong to
+            this process.
+        loss: (attention, params, *arrays) -> a scalar. It must call the attention that it gets.
+            `attention.local` and dropout raise an error, and `decode` is not replaced.
+        params: tree of float arrays, with respect to which gradients are taken.
         *batch: arrays [batch, seq, ...], or trees of them, in natural order on the host, as
-            `attention.shard` takes them. What has no token dimension belongs into `loss`.
-        tolerance: largest difference that is allowed, relative to the largest absolute value of
-            each array. The default, 2e-5, is for models in float32; narrower dtypes need more, and
-            show less.
+            `attention.shard` takes them. Put arrays without a token dimension into `loss`.
+        tolerance: largest allowed difference, relative to the largest absolute value of each array.
+            The default, 2e-5, is for models in float32; narrower dtypes need a larger tolerance,
+            and find fewer bugs.
 
     Raises:
         AssertionError: if the loss or a gradient differs. The message names the one that differs
-            most. Or if `loss` called no attention, as one that some other `jit` remembers.
-        NotImplementedError: if a call gives dropout, or is one of `attention.local`.
+            most. Also if `loss` called no attention, for example because another `jit` has cached
+            the model.
+        NotImplementedError: if a call uses dropout or `attention.local`.
         ValueError: if the mask leaves lengths to calls, the mesh has no devices, or a call is too
             large for dense attention: see `assert_exact`.
     """

@@ -1,12 +1,12 @@
 """The network traffic of one attention call, in closed form.
 
 `communication` gives the bytes that one device receives in the forward and in the backward pass. In
-float32 they equal the bytes that `startrail_jax.analysis.hlo` reads from the compiled program. Of
-narrower dtypes this holds on accelerators only: XLA's CPU backend sends them as float32.
+float32 they equal the bytes that `startrail_jax.analysis.hlo` reads from the compiled program. For
+narrower dtypes this holds only on accelerators: XLA's CPU backend sends them as float32.
 
 References:
-    StarTrail, https://arxiv.org/abs/2407.00611, equations 1-3. These leave out the first
-    rearrangement of keys and values, which is counted here, for the order of the paper too.
+    StarTrail, https://arxiv.org/abs/2407.00611, equations 1-3. They leave out the first
+    rearrangement of keys and values; it is counted here, also for the paper's schedule.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _SAID_BY_MESH = {"degrees", "order", "devices_per_node", "options"}
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What the device that receives most receives in one pass."""
+    """What the device that receives the most bytes receives in one pass."""
 
     transfers: tuple[Transfer, ...]
     """The steps that move bytes, in the order of the schedule."""
     unit_bytes: int
     """Bytes of one unit of traffic: one device's share of the query, at input width."""
     nodes: NodeTraffic | None = None
-    """What passes through the ports of the nodes; None if it was not said what a node is."""
+    """Bytes through the ports of the nodes; None if the size of a node is not given."""
 
     @property
     def received_bytes(self) -> int:
-        """All bytes, those of lse, delta and segment ids included."""
+        """All bytes, including those of lse, delta and segment ids."""
         return sum(transfer.received_bytes for transfer in self.transfers)
 
     @property
@@ -78,7 +78,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Network traffic of one attention call, on the device that receives most."""
+    """Network traffic of one attention call, on the device that receives the most bytes."""
 
     forward: Traffic
     """The forward pass."""
@@ -90,8 +90,8 @@ class Communication:
     backward_mode: Side
     """Which side travels round the ring in the backward pass."""
     order: tuple[str, ...] | None
-    """Order of the mesh axes over the nodes, slowest first; None if it was not said what a node
-    is."""
+    """Order of the mesh axes over the nodes, slowest first; None if the size of a node is not
+    given."""
 
     def __str__(self) -> str:
         lines = [_table({name: getattr(self, name) for name in ("forward", "backward", "total")})]
@@ -157,11 +157,11 @@ def communication(
         query       key             ring              combine
         gather      gather
 
-    units. Rounds that a mask lets no device need are not counted, as they are not made. A head
-    degree U adds (2 + 2 g') (U - 1) / U units, g' = max(kv_heads, head * tensor) / heads, and
-    leaves the rest as it is on P / U devices. Bytes of lse and segment ids come on top.
-    Sinks and prefixes send nothing. What other scores send is not counted: a bias, its exchanges
-    over head and team (`startrail_jax.rings.score_units.of_units`).
+    units. Rounds that no device needs under a mask are left out, and not counted. A head degree U
+    adds (2 + 2 g') (U - 1) / U units, with g' = max(kv_heads, head * tensor) / heads; the other
+    terms are then those of P / U devices. Bytes of lse and segment ids are added. Sinks and
+    prefixes send nothing. The messages of other scores are not counted, such as the exchanges of a
+    bias over head and team (`startrail_jax.rings.score_units.of_units`).
 
     Args:
         degrees: the setting.
@@ -172,7 +172,7 @@ def communication(
             copied.
         head_dim: channels of a query or key head.
         dtype: dtype of query, key and value: a name, a NumPy dtype or a JAX scalar type.
-        causal: short for a mask: True for `masks.Causal()`, which is the default, and False for
+        causal: short form of a mask: True for `masks.Causal()`, the default, and False for
             `masks.Full()`.
         mask: a mask of `startrail_jax.masks`, as for `Attention`.
         layout: the placement of tokens, as for `Attention`; it decides which rounds a mask needs.
@@ -180,8 +180,9 @@ def communication(
             if `key_len` is given.
         key_len: key tokens of each sequence in cross-attention; None for `seq_len`.
         value_head_dim: channels of a value or output head; None for `head_dim`.
-        order: order of the mesh axes over the nodes, as for `make_mesh`; None for the one with the
-            fewest bytes through the port of a node, which `make_mesh` takes if it is told the call.
+        order: order of the mesh axes over the nodes, as for `make_mesh`; None for the order with
+            the fewest bytes through the port of a node, which `make_mesh` chooses if it gets the
+            `call`.
         devices_per_node: number of devices in a node. Each `Traffic` then has `nodes`, the bytes
             that the ports of the nodes carry.
         **options: those of `startrail_jax.options.Options`, as for `Attention`.
@@ -189,8 +190,8 @@ def communication(
     Returns:
         The bytes. Of a group of n devices, each receives n - 1 shards in an all_gather or
         reduce_scatter, (n - 1) / n of the buffer in an all_to_all, twice that in an all_reduce, and
-        the whole buffer in a permute. Returning lse to the caller, or a gradient for it, is not
-        counted; it costs something only if the head degree is above 1.
+        the whole buffer in a permute. The bytes for returning lse to the caller, or for its
+        gradient, are not counted; there are none unless the head degree is above 1.
 
     Raises:
         ValueError: if the degrees do not divide the sizes, if `devices_per_node` does not divide
@@ -259,20 +260,20 @@ def _traffic(
 def default_order(
     degrees: Degrees, nodes: Sequence[int], call: Mapping[str, Any] | None = None
 ) -> tuple[str, ...]:
-    """The order of the mesh axes that `make_mesh` takes where the caller names none.
+    """The order of the mesh axes that `make_mesh` takes if the caller names no order.
 
-    On one node it is `ROLES`. On several it is the one with the fewest bytes through the busiest
-    port of a node, forward and backward. It depends on the call: with as many key heads as query
-    heads, keys are the heavier load, and rings belong inside a node; with few key heads, teams do,
-    which gather queries. If nothing is known of the call, the order is the one of least regret:
-    that whose worst ratio to the best order is the smallest, over calls with and without grouped
-    queries (4:1), causal and not.
+    On one node it is `ROLES`. On several nodes it is the order with the fewest bytes through the
+    busiest port of a node, forward and backward. It depends on the call: with as many key heads as
+    query heads, keys are the heavier load, and rings belong inside a node; with few key heads,
+    teams, which gather queries, belong inside a node. Without a call, it is the order of least
+    regret: the order whose worst ratio to the best order is the smallest, over calls with and
+    without grouped queries (4:1), causal and not.
 
     Args:
         degrees: the degrees of the mesh.
         nodes: the node of each device, as `startrail_jax.devices.nodes.nodes_of` gives it.
-        call: what is known of the attention call: keyword arguments of `communication`, of which
-            `heads` and `kv_heads` must be there; None if nothing is.
+        call: the known arguments of the attention call: keyword arguments of `communication`, which
+            must include `heads` and `kv_heads`; None if nothing is known.
 
     Returns:
         The six roles, slowest first.

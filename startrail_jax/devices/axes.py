@@ -1,4 +1,4 @@
-"""Which axes of a mesh play which roles, and what its devices are; nothing depends on attention."""
+"""Roles of the axes of a mesh, and the kind of its devices; nothing depends on attention."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def check_mesh(mesh: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisNames:
-    """Which mesh axis, or tuple of axes with the slowest first, plays each role.
+    """The mesh axis, or tuple of axes with the slowest first, of each role.
 
-    The value of each field is the name of a mesh axis. A role that keeps its own name is of degree
-    1 if the mesh has no axis of that name.
+    The value of each field is the name of a mesh axis. A role that keeps its own name has degree 1
+    if the mesh has no axis with that name.
     """
 
     data: str | tuple[str, ...] = "data"

@@ -1,4 +1,4 @@
-"""Degrees of parallelism and the devices that play a role; it needs NumPy alone.
+"""Degrees of parallelism, and the devices of each role. This module needs only NumPy.
 
 `P = group * ring * team * head` devices share one sequence, and every known scheme is a setting of
 these four degrees (see `Degrees`). The degree `data` splits the batch, and `tensor` splits heads
@@ -60,7 +60,7 @@ class Degrees:
     team: int = 1
     """Number of devices that share their queries; in the paper C."""
     head: int = 1
-    """Ulysses degree: number of devices that trade tokens for heads before anything else."""
+    """Ulysses degree: number of devices that exchange tokens for heads before anything else."""
     tensor: int = 1
     """Number of tensor-parallel shards of the heads."""
 
@@ -95,7 +95,7 @@ class Degrees:
 
     @classmethod
     def ulysses(cls, sequence: int, *, data: int = 1, tensor: int = 1) -> Degrees:
-        """DeepSpeed-Ulysses (arXiv 2309.14509), which trades tokens for heads."""
+        """DeepSpeed-Ulysses (arXiv 2309.14509), which exchanges tokens for heads."""
         return cls(data=data, head=sequence, tensor=tensor)
 
     @classmethod
@@ -137,7 +137,7 @@ def check_degrees(degrees: Any) -> None:
     """Raises unless degrees are `Degrees`.
 
     Raises:
-        ValueError: if they are another thing, such as a number of devices.
+        ValueError: if they are not, such as a number of devices.
     """
     if isinstance(degrees, Degrees):
         return
@@ -172,7 +172,7 @@ def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
 
 @dataclass(frozen=True)
 class Axis:
-    """The devices that play one role: all those along some mesh axes, or one digit of their index.
+    """The devices of one role: all devices along some mesh axes, or one digit of their index.
 
     Index p along mesh axes of `places` devices has the digit `p // stride % degree`. Several roles
     can thus share one mesh axis, each as one digit.
@@ -181,7 +181,7 @@ class Axis:
     names: tuple[str, ...]
     """Names of the mesh axes, slowest first; axes of size 1 are left out."""
     degree: int
-    """Number of devices that play the role together."""
+    """Number of devices that take the role together."""
     stride: int = 1
     """Distance of two neighbours, in places along the mesh axes."""
     places: int | None = None

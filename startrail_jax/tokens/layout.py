@@ -1,4 +1,4 @@
-"""Where each token of the sequence lives: permutations and positions, without collectives.
+"""Which device holds each token of the sequence: permutations and positions, without collectives.
 
 A layout is an order of the tokens. Shard r of the token axis in this order belongs to sequence rank
 r, the flat index over the mesh axes (ring, group, team, head). A *unit* is the tokens that a gather
@@ -127,7 +127,7 @@ class Layout:
         return self.degree * (2 if self.kind == "zigzag" else 1)
 
     def padded_length(self, seq_len: int) -> int:
-        """The least length that can be laid out and is at least `seq_len`, in tokens."""
+        """The smallest length of at least `seq_len` that the layout can divide, in tokens."""
         return -(-seq_len // self.multiple) * self.multiple
 
     def check_length(self, seq_len: int, name: str = "seq_len") -> None:
