@@ -1,4 +1,4 @@
-"""What every mask can do, what masks combine to, and the masks that windows are made of."""
+"""The interface of all masks, combinations of masks, and the masks for windows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from startrail_jax.tokens.layout import Runs, Span
 
 
 class Mask:
-    """What every mask of this module can do; `a & b` and `a | b` are masks too.
+    """The interface of every mask of this module; `a & b` and `a | b` are masks too.
 
-    The methods are static arithmetic: they take integers, NumPy arrays or traced arrays, of shapes
-    that broadcast, and answer element by element.
+    The methods are static arithmetic: they take integers, NumPy arrays or traced arrays with shapes
+    that broadcast, and compute element by element.
     """
 
     causal: bool = False
@@ -46,9 +46,9 @@ class Mask:
         raise NotImplementedError
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """Whether a query of one span sees just the keys of another that are no later than it.
+        """Whether a query of one span sees exactly the keys of another up to its own position.
 
-        True is certain. Kernels for causal masks then serve the two.
+        True is certain. Kernels for causal masks can then compute the two spans.
         """
         return False
 
@@ -60,7 +60,7 @@ class Mask:
         return False
 
     def within(self, seq_len: int) -> Mask:
-        """The simplest mask that is the same for sequences of that many tokens."""
+        """The simplest mask that is the same for sequences of this length."""
         return self
 
     def given(self, lengths: Any) -> Mask:
@@ -85,10 +85,10 @@ class Mask:
             )
 
     def check(self, seq_len: int) -> None:
-        """Raises unless the mask makes sense for sequences of that many tokens.
+        """Raises unless the mask makes sense for sequences of this length.
 
         Raises:
-            ValueError: if it names positions that they do not have, or hides every key.
+            ValueError: if it uses positions outside the sequence, or hides every key.
         """
         self._check_positions(seq_len)
         whole = Span(0, seq_len - 1)
@@ -164,7 +164,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """Every query sees every key. Only this mask serves queries and keys of different lengths."""
+    """Every query sees every key. Only this mask allows queries and keys of different lengths."""
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Mask.visible`."""
@@ -207,7 +207,8 @@ class Causal(Mask):
 class Window(Mask):
     """A query sees its own position, `left` keys before it and `right` keys after it.
 
-    `Attention(mesh, window=w)` is `Window(w - 1, 0)`, as it counts the key at the own position.
+    `Attention(mesh, window=w)` is `Window(w - 1, 0)`, because `window` also counts the query's own
+    position.
 
     Raises:
         ValueError: if a number is neither None nor an integer of at least 0.
@@ -271,7 +272,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Both(Mask):
-    """What both of two masks show: `first & second`."""
+    """The pairs that both masks show: `first & second`."""
 
     first: Mask
     second: Mask
@@ -327,7 +328,7 @@ class Both(Mask):
 
 @dataclass(frozen=True)
 class Either(Mask):
-    """What at least one of two masks shows: `first | second`."""
+    """The pairs that at least one of two masks shows: `first | second`."""
 
     first: Mask
     second: Mask

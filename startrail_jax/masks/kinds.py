@@ -1,4 +1,4 @@
-"""Chunks, blocks, prefixes, sinks and rules of your own; what `causal` and `window` stand for."""
+"""Chunks, blocks, prefixes, sinks and your own rules; the masks of `causal` and `window`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Chunked(Mask):
     """
 
     size: int
-    """Tokens in a chunk; the last one may be shorter."""
+    """Tokens in a chunk; the last chunk may be shorter."""
 
     def __post_init__(self) -> None:
         check_number("Chunked", "size", self.size)
@@ -50,14 +50,14 @@ class Chunked(Mask):
 class BlockCausal(Mask):
     """A query sees all keys of its own block, and of the blocks before: full inside, else causal.
 
-    Video models generate frame after frame this way; a block is then the tokens of a frame.
+    Video models generate frame after frame in this way; a block then holds the tokens of a frame.
 
     Raises:
         ValueError: if the size is not a positive integer.
     """
 
     size: int
-    """Tokens in a block; the last one may be shorter."""
+    """Tokens in a block; the last block may be shorter."""
 
     grows = True
 
@@ -87,16 +87,17 @@ class BlockCausal(Mask):
 class Prefix(Mask):
     """Every query sees the first tokens, which also see each other; causal after them (prefix-LM).
 
-    Without a length, `Prefix()`, each row of the batch has one of its own, which calls give as
-    `prefix_lengths`. Nothing is then known of it in advance: no ring round is left out, and counts
-    of work and of bytes take every pair for one that may be visible.
+    Without a length, `Prefix()`, each row of the batch has its own length, which calls pass as
+    `prefix_lengths`. The lengths are not known in advance: no ring round is left out, and counts of
+    work and bytes include every pair that may be visible.
 
     Raises:
         ValueError: if the length is neither None nor a positive integer.
     """
 
     length: int | None = None
-    """Tokens of the prefix, at most those of the sequence; None for a length for each row."""
+    """Tokens of the prefix, at most those of the sequence; None for a separate length for each
+    row."""
 
     grows = True
 
@@ -175,8 +176,8 @@ class _RowPrefix(Mask):
 class Sinks(Mask):
     """Every query sees the first tokens of the row, and nothing else.
 
-    It is there to be combined (StreamingLLM, https://arxiv.org/abs/2309.17453):
-    `Causal() & (Window(1023, 0) | Sinks(4))`.
+    It is meant for combinations (StreamingLLM, https://arxiv.org/abs/2309.17453): `Causal() &
+    (Window(1023, 0) | Sinks(4))`.
 
     Raises:
         ValueError: if the count is not a positive integer.
@@ -209,9 +210,9 @@ class Sinks(Mask):
 class Rule(Mask):
     """A rule of your own, traced for each tile of queries and keys.
 
-    It is exact under every scheme. Nothing is skipped, and no tile counts as full, unless `bounds`
-    says so. Define both functions once, at the top of a module: masks are compared by them, and
-    another function means another compilation.
+    It is exact under every scheme. Without `bounds`, no tile is skipped, and no tile counts as
+    full. Define both functions once, at the top of a module: masks are compared by their functions,
+    and a new function causes a new compilation.
 
     Raises:
         ValueError: if `function` does not give bools of the shape that its arguments broadcast to.
@@ -223,9 +224,9 @@ class Rule(Mask):
     element."""
     bounds: Callable[[Any, Any, Any, Any], tuple[Any, Any]] | None = None
     """(first query, last query, first key, last key) -> whether some pair of the two spans, ends
-    included, may be visible; and whether every pair is. The arguments are integers, NumPy arrays or
-    traced arrays that broadcast; the answers are bools, or 0 and 1, or arrays of them
-    of the shape to which they broadcast. A wrong answer gives a wrong result."""
+    included, may be visible; and whether every pair is visible. The arguments are integers, NumPy
+    arrays or traced arrays that broadcast. The results are bools, or 0 and 1, or arrays of them
+    with the shape to which the arguments broadcast. A wrong bound makes the attention wrong."""
 
     def __post_init__(self) -> None:
         import jax
@@ -269,10 +270,10 @@ class Rule(Mask):
 
 
 def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Mask:
-    """The mask that is meant by the options of an attention.
+    """The mask that the options of an attention choose.
 
     Args:
-        mask: a mask of this module; None for the one that the others stand for.
+        mask: a mask of this module; None for the mask of the other options.
         causal: True for `Causal()`, or `Window(window - 1, 0)` with a window; False for `Full()`;
             None for True without a mask, and for that of the mask with one.
         window: number of keys that a query sees, the one at its own position included; None for

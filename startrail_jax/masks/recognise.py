@@ -1,4 +1,4 @@
-"""Dense boolean masks, read on the host as the mask and the segment ids that they are made of."""
+"""Converts dense boolean masks into a mask and segment ids, on the host."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from startrail_jax.masks.algebra import Full, Mask, band
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a dense mask says, exactly.
+    """A mask and segment ids that show exactly the pairs of a dense mask.
 
         found = masks.recognise(dense)
         attention = Attention(mesh, mask=found.mask)
         out = attention(query, key, value, segment_ids=found.segment_ids)
 
-    Bring the ids into the order of the layout with `attention.shard`, as all that has tokens.
+    Bring the ids into the order of the layout with `attention.shard`, like all arrays with tokens.
     """
 
     mask: Mask
     """Which positions see which: `Full()`, `Causal()` or a `Window`."""
     segment_ids: np.ndarray | tuple[np.ndarray, np.ndarray] | None
-    """int32 [batch, seq] in natural order, -1 for padding; a pair for queries and keys where these
-    differ; None where all tokens are of one document."""
+    """int32 [batch, seq] in natural order, -1 for padding; a pair for queries and keys if these
+    differ; None if all tokens are in one document."""
 
 
 def recognise(mask: Any) -> Recognised:
@@ -34,14 +34,15 @@ def recognise(mask: Any) -> Recognised:
 
     Args:
         mask: bools [batch, 1, seq, kv_seq], [batch, seq, kv_seq] or [seq, kv_seq] in natural order;
-            True where a query sees a key. Every head must have the same.
+            True where a query sees a key. All heads must have the same mask.
 
     Returns:
         The mask and the segment ids, which show each query the same keys as `mask` does.
 
     Raises:
-        ValueError: if it is no array of bools of such a shape, or if it is anything else than a
-            window of neighbouring documents. The message names entries that do not fit.
+        ValueError: if it is not an array of bools of such a shape, or if it is not a causal mask,
+            window or full mask over neighbouring documents and padding. The message names entries
+            that do not fit.
     """
     import jax
     from jax.core import Tracer

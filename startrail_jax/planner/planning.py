@@ -59,13 +59,12 @@ class Plan:
     baselines: dict[str, Prediction]
     """Name of a known scheme -> its fastest setting, without tensor parallelism."""
     illegal: dict[str, str]
-    """Name of a known scheme -> why no setting of it is legal here."""
+    """Name of a known scheme -> the reason why none of its settings is legal here."""
     frugal: Prediction
-    """Of the settings that are at most 2 % slower than the winner, the one that needs the least
-    memory: predictions are no better than that."""
+    """The setting with the least memory among those that are at most 2 % slower than the winner,
+    since predictions are not more exact than this."""
     reason: str | None
-    """Why the winner wins, and what its seconds are spent on, in two sentences; None if nothing
-    fits."""
+    """Two sentences on why the winner wins, and how its time is spent; None if nothing fits."""
     documents: DocumentForecast | None
     """The same for whole documents, each on few GPUs, if their lengths were given; None if not, or
     if no setting for them fits."""
@@ -93,7 +92,7 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the forecast leaves out."""
+        """What the prediction leaves out."""
         if not self.call.model.adapters:
             return ()
         return (
@@ -300,21 +299,22 @@ def plan(
 
     Args:
         nodes: number of nodes.
-        gpus_per_node: GPUs of each of them.
-        gpu: name of a GPU, or a `startrail_jax.planner.hardware.Gpu` with figures of your own.
+        gpus_per_node: number of GPUs in each node.
+        gpu: name of a GPU, or a `startrail_jax.planner.hardware.Gpu` with your own figures.
         model: name of a model, path of a config.json, of a run or of Hugging Face, or a
             `startrail_jax.planner.models.ModelSizes`.
-        port: rate of one port of a node, each way, with its unit: "50GB/s" (bytes) or "400Gb/s"
-            (bits). It may be left out for a single node.
-        ports: ports of a node, shared evenly by its GPUs; None for one for each GPU.
-        inside: rate between the GPUs of a node, likewise; None for NVLink, as NCCL counts it.
-        half_duplex: whether what a port sends and receives shares its rate.
+        port: rate of one network port of a node in each direction, with its unit: "50GB/s" (bytes)
+            or "400Gb/s" (bits). It may be left out for a single node.
+        ports: number of ports of a node, shared evenly by its GPUs; None for one port per GPU.
+        inside: rate between the GPUs of a node, with its unit; None for NVLink, as NCCL counts it.
+        half_duplex: whether sending and receiving share the rate of a port.
         latency: time of a message through a port, such as "10us"; None for that of NCCL.
         seq_len: tokens in a sequence, as a number or as "512K"; None for that of the model.
         batch: sequences in a batch, over all devices; None for that of the run, or 1.
-        lengths: tokens of the documents that fill the sequences, as the path of a text file with
-            a number on each line or as "lognormal:MEDIAN,MEAN"; None for one in each sequence.
-        options: what is searched; None for everything.
+        lengths: tokens of the documents that fill the sequences, as the path of a text file with a
+            number on each line or as "lognormal:MEDIAN,MEAN"; None for one document in each
+            sequence.
+        options: the settings to search; None for all.
         top: number of settings to rank.
 
     Returns:
