@@ -33,7 +33,7 @@ def gpt_tiny() -> GPTTrainConfig:
 def gpt_3b() -> GPTTrainConfig:
     """StarTrail's GPT-3B (arXiv 2407.00611, table 2): 16 layers of width 4096, 512K tokens.
 
-    The paper lists 12 heads, which do not divide 4096; here they are 32 of 128 channels.
+    The paper lists 12 heads, which do not divide 4096; this recipe has 32 heads of 128 channels.
     Command: `python train.py gpt_3b --data.path TOKENS.bin --mesh.team 4` on 32 A100 40 GB.
     """
     return _long_context(
@@ -134,9 +134,9 @@ def qwen3_8b_1m() -> GPTTrainConfig:
 
 
 def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
-    """What the large recipes share: one sequence of 512K tokens, and the settings that save memory.
+    """Common part of the large recipes: one sequence of 512K tokens, and settings that save memory.
 
-    Documents are not masked, since the kernels of cuDNN need one causal mask for the sequence.
+    Documents are not masked, because cuDNN's kernels need one causal mask for the whole sequence.
     """
     return GPTTrainConfig(
         model=model,

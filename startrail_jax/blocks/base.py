@@ -1,6 +1,6 @@
 """The contract of a block backend: attention of one query unit to one key unit, on one device.
 
-A block knows no mesh axis. Its `refusal` says which requests it cannot serve, and why.
+A block does not depend on the mesh. Its `refusal` says which requests it does not support, and why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, Value
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of a block, as far as it is known while tracing."""
+    """The static properties of a call of a block, which are known while tracing."""
 
     platform: str
     """Platform of the devices, one of `startrail_jax.devices.degrees.PLATFORMS`."""
@@ -40,11 +40,11 @@ class Request:
     softcap: float | None = None
     """Cap of the logits; None for none."""
     scores: tuple[str, ...] = ()
-    """What else the call gives for the scores, of `scores.NAMES`."""
+    """Other score inputs of the call, among `scores.NAMES`."""
 
 
 class Pair(NamedTuple):
-    """A query unit and a key unit, both in order of position, and what is computed of them."""
+    """A query unit and a key unit, both in order of position, and the computation on them."""
 
     q: QueryShard
     """Queries [b, t, n, h]."""
@@ -65,11 +65,11 @@ class Block(Protocol):
     """A block backend: a module with these functions."""
 
     def refusal(self, request: Request) -> str | None:
-        """Why the backend does not serve a request, with the values; None if it does."""
+        """Why the backend does not support a request, with the values; None if it does."""
         ...
 
     def forward(self, pair: Pair, into: Partials = ()) -> Partials:
-        """Attends queries to the keys that they see: out = softmax(scale q k^T) v.
+        """Computes the attention of queries to their visible keys: out = softmax(scale q k^T) v.
 
         Args:
             pair: the units.
@@ -92,7 +92,7 @@ class Block(Protocol):
         dout: OutShard,
         into: tuple[Array | None, ...] = (None, None, None),
     ) -> tuple[Array, ...]:
-        """What the visible pairs of this block contribute to the gradients dq, dk and dv.
+        """Computes the contributions of this block's visible pairs to the gradients dq, dk and dv.
 
             p = exp(scale q k^T - lse),  ds = p * (dout v^T - delta)
             dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout

@@ -14,30 +14,30 @@ from startrail_jax.options import Options
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Options, Sharded):
-    """What is static about an attention: what it computes, where, and how it communicates."""
+    """The static arguments of an attention: what it computes, where, and how it communicates."""
 
     causal: bool | None = None
     """Whether a query sees only keys at its own position or before; None for True, or with a `mask`
-    for what that says. The attribute of an instance is always a bool."""
+    for that of the mask. The attribute of an instance is always a bool."""
     window: int | None = None
-    """Number of keys that a query sees, the one at its own position included; None for all. Only a
-    causal attention can have one."""
+    """Number of keys that a query sees, including the key at its own position; None for all. Only a
+    causal attention can have a window."""
     mask: masks.Mask | None = None
-    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for what `causal` and
-    `window` are short for. To change it by `dataclasses.replace`, give `causal=None` too."""
+    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for the mask of `causal`
+    and `window`. To change it by `dataclasses.replace`, also pass `causal=None`."""
     scale: float | None = None
     """Factor that scales the logits; None for head_dim ** -0.5."""
     softcap: float | None = None
-    """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for none."""
+    """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for no cap."""
     padding_id: int | None = None
-    """The segment id that marks padding beside negative ones, such as 0 in MaxText; None if none
-    does."""
+    """A segment id that marks padding in addition to negative ids, such as 0 in MaxText; None for
+    only negative ids."""
     backend: blocks.Backend | list[str | blocks.Block] = "auto"
     """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
     GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
-    serves the inputs on the devices of the mesh; a kernel of your own, which is any hashable object
+    supports the inputs on the devices of the mesh; your own kernel, which is any hashable object
     with the methods of `startrail_jax.blocks.Block`; or a sequence of these, of which the first
-    that serves is taken. See `explain`."""
+    that supports the inputs is taken. See `explain`."""
 
     def __post_init__(self) -> None:
         Sharded.__post_init__(self)

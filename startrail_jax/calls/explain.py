@@ -1,4 +1,4 @@
-"""Says which block backend serves an attention, and why, without running anything."""
+"""Says which block backend runs for an attention, and why, without running anything."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _SERVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What will run; `print` shows it in a few lines."""
+    """The kernels and messages of an attention; `print` shows them in a few lines."""
 
     platform: str
     """Platform of the devices."""
     backend: str
-    """Name of the block backend, which serves the forward and the backward pass."""
+    """Name of the block backend of the forward and the backward pass."""
     refusals: dict[str, str]
-    """Name of each better backend -> why it does not serve this attention."""
+    """Name of each better backend -> why it does not support this attention."""
     dense: str | None
     """Why backend "tiled" uses no cuDNN kernel at all; None if it does, or for other backends."""
     kernels: dict[str, float]
-    """For backend "tiled", the part of the work in tiles that are "full" and "causal", which cuDNN
-    attends, and in "dense" ones; without segment ids, which only cut up tiles."""
+    """For backend "tiled", the part of the work in "full" and "causal" tiles, which cuDNN computes,
+    and in "dense" tiles, without regard to segment ids."""
     packed: bool
     """Whether there are segment ids."""
     query_tokens: int
-    """Tokens of a query unit: a kernel call has at most so many queries."""
+    """Tokens of a query unit: a kernel call has at most this many queries."""
     key_tokens: int
-    """Tokens of a key unit: a kernel call has at most so many keys."""
+    """Tokens of a key unit: a kernel call has at most this many keys."""
     cases: tuple[Pieces, ...]
     """For backend "cudnn", the sets of kernel calls that a round may consist of; for the exchange
     "sparse", those over a device's own keys. Each device chooses one of them as it runs."""
@@ -59,11 +59,12 @@ class Explanation:
     why: str
     """Why that."""
     balance: str
-    """Whether tokens are exchanged so that all devices work alike: "exchange", or "layout"."""
+    """Whether tokens are exchanged so that all devices have the same work: "exchange", or
+    "layout"."""
     why_balance: str
     """Why, or why not."""
     moves: tuple[int, ...]
-    """Of the exchange "sparse", the keys of each message that a device receives."""
+    """For the exchange "sparse", the number of keys in each message that a device receives."""
     rounds: int
     """Number of ring rounds; 1 for the exchange "sparse"."""
     inner: int
@@ -71,17 +72,18 @@ class Explanation:
     head_chunks: int
     """Number of parts of the heads, each of which goes through all rounds."""
     travels: str
-    """Which side goes round the ring in the backward pass: "query" or "kv"."""
+    """Which side travels round the ring in the backward pass: "query" or "kv"."""
     mask: Mask
     """The simplest mask for sequences of this length."""
     busiest: float
-    """Work of the busiest device over the mean, in tiles; one visible in part counts half."""
+    """Work of the busiest device divided by the mean, in tiles; a partly visible tile counts
+    half."""
     advice: str | None
-    """What to do about devices that wait for the busiest one; None for nothing."""
+    """Advice if devices wait for the busiest device; None if there is none."""
     num_nodes: int | None
     """Number of nodes of the mesh; None if it has no devices."""
     across: tuple[str, ...]
-    """Roles of the mesh axes that go from node to node."""
+    """Roles of the mesh axes that cross nodes."""
     inside: tuple[str, ...]
     """Roles of the mesh axes that stay inside a node."""
 
@@ -166,7 +168,7 @@ def explain(
 
     Raises:
         ValueError: if the heads of the device cannot be cut into `head_chunks`.
-        NotImplementedError: if the schedule names a backend that does not serve this.
+        NotImplementedError: if the backend of the schedule does not support this.
     """
     check_head_chunks(schedule.head_chunks, share.kv_heads)
     balance = schedule.balance

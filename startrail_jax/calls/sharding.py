@@ -1,4 +1,4 @@
-"""Where arrays lie: the partition specs of an attention, and the way from the host and back.
+"""Shardings of arrays: the partition specs of an attention, and copies from the host and back.
 
 The devices of a mesh hold the tokens in the order of the layout. `shard` brings host arrays into
 this order and onto the devices; `unshard` undoes both.
@@ -32,26 +32,26 @@ from startrail_jax.tokens.layout import Layout, check_unsharded, token_axis
 
 @dataclass(frozen=True)
 class Sharded:
-    """The arguments and methods of `Attention` that say where arrays lie."""
+    """The arguments and methods of `Attention` for the sharding of arrays."""
 
     mesh: Mesh | AbstractMesh
-    """The devices. Its axes play the roles data, group, ring, team, head and tensor; arrays are
-    replicated over axes that play none."""
+    """The mesh of the devices. Its axes have the roles data, group, ring, team, head and tensor;
+    arrays are replicated over axes without a role."""
     _: KW_ONLY
     layout: Any = None
     """Placement of tokens: a `Layout`, its kind, or None for "contiguous", natural order. Under a
-    causal mask "zigzag" gives all devices the same work, and arrays come into its order by `shard`.
+    causal mask "zigzag" gives all devices the same work, and `shard` brings arrays into its order.
     The attribute of an instance is always a `Layout`."""
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
-    """Mesh axes that play a role but are not named after it, such as {"ring": "context"}."""
+    """Mesh axes whose role differs from their name, such as {"ring": "context"}."""
     axis: str | Sequence[str] | None = None
-    """One axis of a mesh that others made, whose devices play all sequence roles, such as
-    "context"; None where each role has an axis of its own. Several axes count as one, the first
-    slowest. Along it, neighbours are of one head exchange, then of one team, group and ring."""
+    """One axis for all sequence roles, such as "context", on a mesh of another program; None if
+    each role has its own axis. Several axes count as one, the first slowest. Along the axis, the
+    closest neighbours form a head exchange, and the next sets a team, a group and a ring."""
     degrees: Any = None
-    """With `axis`, the `Degrees` along it; None for Ring Attention. Those of data and tensor are
-    what the mesh says. The attribute of an instance always holds all six: to change the mesh by
-    `dataclasses.replace`, give `degrees`, or None, too."""
+    """With `axis`, the `Degrees` along it; None for Ring Attention. The mesh determines the degrees
+    of data and tensor. The attribute of an instance always holds all six degrees: to change the
+    mesh by `dataclasses.replace`, also pass `degrees`, or None."""
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
@@ -110,7 +110,7 @@ class Sharded:
 
         Args:
             batch: 1 for a bias that all rows of the batch share.
-            heads: 1 for one that all heads share.
+            heads: 1 for a bias that all heads share.
         """
         data, seq = self.sequence_spec
         tensor = self._spec_entry("tensor")
@@ -125,14 +125,14 @@ class Sharded:
     def shard(self, *trees: Any) -> Any:
         """Puts host arrays into the order of the layout, and onto the devices of the mesh.
 
-        Whatever pairs tokens with each other comes first: shift the targets of a language model,
-        then shard. With token ids [batch, seq + 1] on the host:
+        Do everything that pairs tokens with each other first: shift the targets of a language
+        model, then shard. With token ids [batch, seq + 1] on the host:
 
             tokens, targets = attention.shard(ids[:, :-1], ids[:, 1:])
 
-        Afterwards, neighbours along the token dimension are no longer neighbours in the sequence,
-        unless the layout is "contiguous". With several processes, each gives the whole arrays, and
-        its devices take their shards.
+        Afterwards, adjacent array entries are no longer adjacent tokens, unless the layout is
+        "contiguous". With several processes, each process passes the whole arrays, and its devices
+        take their shards.
 
         Args:
             *trees: arrays, or trees of arrays, in natural order: [batch, seq] such as tokens,
@@ -186,23 +186,24 @@ class Sharded:
 
         With several processes, each calls it with the same arrays and gets the whole results.
 
-        A result that is given again is on the host, and so refused. Nothing can notice that tokens
-        are in natural order already if they were put onto the devices of the mesh since, by
-        `jax.device_put`, by an operation with an array there or, on a mesh of the default device
-        alone, by any function of `jax.numpy`: they come back in a third order.
+        Results are on the host, so `unshard` of a result raises an error. But if a result was put
+        onto the devices of the mesh again, `unshard` cannot know that its tokens are already in
+        natural order, and returns them in a wrong third order. This happens by `jax.device_put`, by
+        an operation with an array on the mesh or, on a mesh of only the default device, by any
+        function of `jax.numpy`.
 
         Args:
             *trees: arrays, or trees of arrays, on the devices of the mesh, whose tokens are in the
-                order of the layout, such as the outputs of a model. Host arrays in that order are
-                for `layout.unpermute`.
+                order of the layout, such as the outputs of a model. For host arrays in that order,
+                use `layout.unpermute`.
             axis: the token dimension; 2 for the log-sum-exp [batch, heads, seq].
 
         Returns:
             NumPy arrays in place of arrays: one tree if one was given, else a tuple.
 
         Raises:
-            ValueError: if an array is traced or not on the devices of the mesh, as one that was
-                brought back already, or if the layout does not divide the dimension.
+            ValueError: if an array is traced or not on the devices of the mesh, such as an array
+                that was already brought back, or if the layout does not divide the dimension.
         """
 
         def unshard_array(x: Any) -> np.ndarray:
@@ -214,7 +215,7 @@ class Sharded:
         return whole[0] if len(whole) == 1 else whole
 
     def pad(self, *trees: Any, segment_ids: Any = None) -> tuple[Any, ...]:
-        """`shard` for sequences of any length: they are filled up at their end.
+        """`shard` for sequences of any length, which are padded at their end.
 
             query, key, value, segment_ids = attention.pad(query, key, value)
             out = attention(query, key, value, segment_ids=segment_ids)
@@ -222,20 +223,20 @@ class Sharded:
 
         Padding costs its share of work and memory: fewer than `layout.multiple` tokens, the
         sequence degree, or twice that under zigzag. On GPUs older than Hopper, and without a causal
-        mask, segment ids cost more: "cudnn" refuses them there, and "tiled" takes over. A causal
-        attention gives the tokens the same outputs and gradients without them, as long as the
-        padding has no part in the loss: no token sees what comes after it.
+        mask, segment ids cost more: "cudnn" does not support them there, so that "tiled" takes
+        over. A causal attention gives the same outputs and gradients without segment ids, as long
+        as the padding does not count in the loss, because no token sees later tokens.
 
         Args:
             *trees: arrays, or trees of arrays, in natural order, as `shard` takes them, all with
                 the same number of tokens.
-            segment_ids: integers [batch, seq] in natural order, for packed documents; None for
-                rows of a single one.
+            segment_ids: integers [batch, seq] in natural order, for packed documents; None for rows
+                of a single document.
 
         Returns:
             The trees as `shard` gives them, with zeros as padding, and last the segment ids as
-            int32, -1 for padding. These are None if none were given and nothing had to be filled
-            up. A call takes the ids of queries and of keys as a pair, of which either may be None.
+            int32, -1 for padding. The ids are None if none were given and no padding was needed. A
+            call takes the ids of queries and of keys as a pair, and either may be None.
 
         Raises:
             ValueError: as `shard`; if arrays differ in batch or in the number of tokens; or if
@@ -279,7 +280,7 @@ class Sharded:
 
         Args:
             *trees: arrays, or trees of arrays, as `unshard` takes them.
-            seq_len: tokens that the sequence had before it was filled up.
+            seq_len: tokens of the sequence before `pad`.
             axis: the token dimension; 2 for the log-sum-exp [batch, heads, seq]. It may be counted
                 from the end, as -1.
 
