@@ -61,8 +61,8 @@ def simulate_devices(count: int) -> None:
 
     Call it before jax starts, which happens when a program first asks for devices or makes an
     array: for instance at the top of `conftest.py`. Further calls do no harm. The CPU is selected
-        even on machines with GPUs, so that tests do the same everywhere; leave this function out of
-        tests that should run on GPUs.
+    even on machines with GPUs, so that tests do the same everywhere; leave this function out of
+    tests that should run on GPUs.
 
     Args:
         count: the smallest acceptable number of devices.
