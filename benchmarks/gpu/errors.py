@@ -87,15 +87,15 @@ class Check:
 CHECKS = (
     Check(backend="cudnn"),
     Check(backend="cudnn", causal=False, kv_heads=2, head_dim=64),
-    Check(backend="cudnn", degrees=st.Degrees.startrail(8, c=2)),
     Check(backend="cudnn", packed=True, kv_heads=2, seq_len=8192),
-    Check(backend="cudnn", packed=True, seq_len=8192, degrees=st.Degrees(ring=2)),
-    Check(backend="cudnn", packed=True, window=700, seq_len=8192, degrees=st.Degrees(ring=2)),
-    Check(backend="tiled", packed=True, kv_heads=2, seq_len=8192),
     Check(backend="cudnn", window=3000, kv_heads=2, seq_len=8192),
+    Check(backend="tiled", packed=True, kv_heads=2, seq_len=8192),
+    Check(backend="cudnn", degrees=st.Degrees.startrail(8, c=2)),
+    Check(backend="cudnn", packed=True, seq_len=8192, degrees=st.Degrees(ring=2)),
     Check(backend="cudnn", window=500, seq_len=8192, degrees=st.Degrees(ring=4)),
     Check(backend="cudnn", dtype="float16", kv_heads=2, degrees=st.Degrees(team=4, ring=2)),
     Check(backend="xla", dtype="float32", packed=True, window=700, seq_len=2048),
+    Check(backend="cudnn", packed=True, window=700, seq_len=8192, degrees=st.Degrees(ring=2)),
 )
 TINY_CHECKS = tuple(
     replace(check, backend="xla", heads=2, kv_heads=1, head_dim=16, seq_len=128)

@@ -81,13 +81,13 @@ PROBLEMS = (
     Problem(4096, heads=32, kv_heads=8, rows=8, documents=1000),
     Problem(131072, heads=4, kv_heads=1, documents=4000),
     Problem(16384, heads=32, kv_heads=8, documents=2000, window=1024),
-    Problem(262144),
-    Problem(65536, kv_heads=4),
     Problem(65536, causal=False),
     Problem(16384),
-    Problem(131072, kv_heads=4),
     Problem(8192, causal=False),
     Problem(1024, causal=False),
+    Problem(65536, kv_heads=4),
+    Problem(131072, kv_heads=4),
+    Problem(262144),
 )
 TINY_PROBLEMS = (Problem(128, heads=2, kv_heads=1, head_dim=16),)
 
