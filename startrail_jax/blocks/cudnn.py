@@ -71,17 +71,18 @@ def refusal(request: Request) -> str | None:
 def forward(pair: Pair, into: Partials = ()) -> Partials:
     """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
     assert pair.scores.plain, "refused"
-    if pair.visibility.query_segments is not None:
-        return _if_in_order(
-            pair,
-            lambda plain, ids: (merge_precisely((*into, _attend(plain, ids))),),
-            lambda: tiled.forward(pair, into),
-        )
     if len(into) >= MAX_PARTIALS:
         # Merge before the kernel: XLA would take a merge after it for enough to hide a message.
         into, q = lax.optimization_barrier(((merge_precisely(into),), pair.q))
         pair = pair._replace(q=q)
-    return (*into, _attend(pair))
+    if pair.visibility.query_segments is None:
+        return (*into, _attend(pair))
+
+    def tiles() -> tuple[OutShard, LseShard]:
+        ((out, lse, _),) = tiled.forward(pair)
+        return out.astype(pair.q.dtype), lse
+
+    return (*into, _if_in_order(pair, lambda ids: _attend(pair, ids), tiles))
 
 
 def backward(
@@ -92,26 +93,30 @@ def backward(
     into: tuple[Array | None, ...] = (None, None, None),
 ) -> tuple[Array, ...]:
     """See `base.Block.backward`."""
+    q, k, _, visibility, *_ = pair
     assert pair.scores.plain, "refused"
-    out, dout_for = kernels.output_for(delta, dout)
-    queries = lse, out, dout_for
-    if pair.visibility.query_segments is not None:
-        return _if_in_order(
-            pair,
-            lambda plain, ids: _gradients(plain, queries, into, ids),
-            lambda: tiled.backward(pair, lse, delta, dout, into),
-        )
-    return _gradients(pair, queries, into)
+    queries = lse, *kernels.output_for(delta, dout)
+    # Sums, of several calls or with `into`, stay in float32.
+    sums = any(len(_calls(pieces)) > 1 for pieces in _cases(visibility, q, k)[1])
+    dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
+    if visibility.query_segments is None:
+        return _gradients(pair, queries, into, dtypes)
+
+    def tiles() -> tuple[Array, ...]:
+        # A round of one call gives 16 bits, which the next one is given.
+        sums = tuple(dx if dx is None else dx.astype(jnp.float32) for dx in into)
+        grads = tiled.backward(pair, lse, delta, dout, sums)
+        return tuple(dx.astype(dtype) for dx, dtype in zip(grads, dtypes, strict=True))
+
+    return _if_in_order(pair, lambda ids: _gradients(pair, queries, into, dtypes, ids), tiles)
 
 
-def _if_in_order(
-    pair: Pair, packed_calls: Callable[[Pair, Ids], Any], tiles: Callable[[], Any]
-) -> Any:
+def _if_in_order(pair: Pair, calls: Callable[[Ids], Any], tiles: Callable[[], Any]) -> Any:
     """Runs the calls that `packed` makes if documents lie in order, else the tiles of `tiled`.
 
     Args:
         pair: units with segment ids.
-        packed_calls: makes the calls, of the pair without ids and of the ids.
+        calls: makes the calls for the ids.
         tiles: serves any ids.
     """
     q, k, _, visibility, *_ = pair
@@ -124,7 +129,7 @@ def _if_in_order(
     case, cases = _cases(visibility, q, k)
     checks = [functools.partial(_serves, pieces) for pieces in cases]
     served = functools.reduce(jnp.logical_and, map(packed.in_order, ids))
-    return lax.cond(served & _choose(case, checks, ids), lambda: packed_calls(pair, ids), tiles)
+    return lax.cond(served & _choose(case, checks, ids), lambda: calls(ids), tiles)
 
 
 def _serves(pieces: Pieces, ids: Ids) -> Array:
@@ -149,14 +154,15 @@ def _attend(pair: Pair, ids: Ids | None = None) -> tuple[OutShard, LseShard]:
 
 
 def _gradients(
-    pair: Pair, queries: tuple[Array, ...], into: Any, ids: Ids | None = None
+    pair: Pair,
+    queries: tuple[Array, ...],
+    into: Any,
+    dtypes: Sequence[Any],
+    ids: Ids | None = None,
 ) -> tuple[Array, ...]:
     """Gradients of one pair, added to `into`, from lse, out and dout of the queries."""
     q, k, v, visibility, scale, _ = pair
     case, cases = _cases(visibility, q, k)
-    # Sums, of several calls or with `into`, stay in float32, as those of tiles do.
-    sums = ids is not None or any(len(_calls(pieces)) > 1 for pieces in cases)
-    dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
     here, cases = _only(visibility, case, cases)
     branches = [functools.partial(_backward, pieces, scale, dtypes, here) for pieces in cases]
     return _choose(case, branches, (q, *queries), (k, v), into, ids)

@@ -46,10 +46,9 @@ def fits(*shapes: tuple[int, ...]) -> bool:
 
 
 def in_order(ids: Int32[Array, "b t"]) -> Bool[Array, ""]:
-    """Whether the ids of documents increase in each row, so that each document is one run."""
-    fresh = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], 1)
-    before = jnp.concatenate([jnp.full_like(ids[:, :1], -1), ids[:, :-1]], 1)
-    return (~fresh | (ids < 0) | (ids > lax.cummax(before, 1))).all()
+    """Whether the ids of documents increase in each row, and padding comes last."""
+    before, after = ids[:, :-1], ids[:, 1:]
+    return ((after < 0) | ((before >= 0) & (before <= after))).all()
 
 
 def serves(ids: Ids, square: bool) -> Bool[Array, ""]:
@@ -61,9 +60,7 @@ def serves(ids: Ids, square: bool) -> Bool[Array, ""]:
     """
     queries, keys = ids
     if square:
-        documents = _Documents.of(queries)
-        *_, last = _levels(*queries.shape)
-        return (queries == keys).all() & (documents.first(last).sum() <= last.segments)
+        return (queries == keys).all() & _Documents.of(queries).fit
     # No key may be of a later document than the first one of the queries. Of that document come
     # the last keys and the first queries.
     first = jnp.where(queries < 0, jnp.iinfo(queries.dtype).max, queries).min(1)
@@ -111,15 +108,16 @@ def attend(
         return lax.cond(common.any, cross, lambda out, lse: (out, lse), out, lse)
     documents = _Documents.of(ids[0])
     for level in _levels(b, t):
+        segments, places = documents.segments(level)
 
-        def visit(out: OutShard, lse: LseShard, level: _Level = level) -> tuple[Array, ...]:
-            segments, places = documents.segments(level)
+        def visit(
+            level: _Level = level, segments: Segments = segments, places: _Places = places
+        ) -> tuple[Array, ...]:
             rows, keys, values = map(level.shaped, (q, k, v))
             here, stats = kernels.attend(rows, keys, values, scale, True, window, segments)
-            here = level.restored(here, b, t)
-            return places.put(out, here), places.put(lse, places.to_tokens(stats, b, t))
+            return level.restored(here, b, t), places.to_tokens(stats, b, t)
 
-        out, lse = _if_any(documents, level, visit, (out, lse))
+        out, lse = _where_any(segments, visit, places, (out, lse))
     return out, lse
 
 
@@ -168,20 +166,19 @@ def gradients(
     # A kernel may read what lies beside a document.
     dout = jnp.where(ids[0][..., None, None] < 0, jnp.zeros_like(dout), dout)
     for level in _levels(b, t):
+        segments, places = documents.segments(level)
 
-        def visit(*so_far: Array, level: _Level = level) -> tuple[Array, ...]:
-            segments, places = documents.segments(level)
+        def visit(
+            level: _Level = level, segments: Segments = segments, places: _Places = places
+        ) -> tuple[Array, ...]:
             rows, keys, values, out_rows, dout_rows = map(level.shaped, (q, k, v, out, dout))
             stats = places.to_segments(lse)
             grads = kernels.gradients(
                 rows, keys, values, stats, out_rows, dout_rows, scale, True, window, segments
             )
-            return tuple(
-                places.put(total, level.restored(dx, b, t))
-                for total, dx in zip(so_far, grads, strict=True)
-            )
+            return tuple(level.restored(dx, b, t) for dx in grads)
 
-        found = _if_any(documents, level, visit, found)
+        found = _where_any(segments, visit, places, found)
     return found
 
 
@@ -234,55 +231,59 @@ def _levels(b: int, t: int) -> tuple[_Level, ...]:
     return *longer, last._replace(segments=many * last.rows)
 
 
-def _if_any(
-    documents: _Documents,
-    level: _Level,
-    visit: Callable[..., tuple[Array, ...]],
-    so_far: tuple[Array, ...],
+def _where_any(
+    segments: Segments,
+    visit: Callable[[], tuple[Array, ...]],
+    places: _Places,
+    others: tuple[Array, ...],
 ) -> tuple[Array, ...]:
-    """Visits a level if it has a document."""
-    return lax.cond(documents.first(level).any(), visit, lambda *so_far: so_far, *so_far)
+    """What a visit gives for the tokens of its segments, and `others` elsewhere. Without any
+    segment there is no visit."""
+    skip = lambda: tuple(alike(jnp.zeros_like(x), x)[0] for x in others)  # noqa: E731
+    found = lax.cond((segments.query_lengths > 0).any(), visit, skip)
+    return tuple(map(places.put, others, found))
 
 
 class _Documents(NamedTuple):
-    """The documents of a square, as numbers for each token of all its rows."""
+    """The documents of a square."""
 
-    fresh: Bool[Array, " tokens"]
-    """Whether a token is the first of its document."""
+    starts: Int32[Array, " documents"]
+    """Index of the first token of each, over all rows; padding is a document too."""
+    lengths: Int32[Array, " documents"]
+    """Tokens of each; 0 for padding, and for a document that is not there."""
+    number: Int32[Array, " tokens"]
+    """Which document each token is of."""
     place: Int32[Array, " tokens"]
     """Number of tokens before it in its document."""
-    length: Int32[Array, " tokens"]
-    """Tokens of its document; 0 for a token of none."""
+    fit: Bool[Array, ""]
+    """Whether all of them are here, and every level has room for its own."""
 
     @classmethod
     def of(cls, ids: Int32[Array, "b t"]) -> _Documents:
-        """Those with the ids, each of which is one run."""
-        new_row = jnp.ones_like(ids[:, :1], bool)
+        """Those with these ids, which are `in_order`."""
+        levels = _levels(*ids.shape)
+        room = sum(level.segments for level in levels) + ids.shape[0]
+        new_row = alike(jnp.ones_like(ids[:, :1], bool), ids)[0]
         fresh = jnp.concatenate([new_row, ids[:, 1:] != ids[:, :-1]], 1).reshape(-1)
-        index, ids = jnp.arange(fresh.size, dtype=jnp.int32), ids.reshape(-1)
-        start = lax.cummax(jnp.where(fresh, index, 0))
-        later = jnp.where(fresh, index, index.size)[1:]
-        last = alike(jnp.full(1, index.size, jnp.int32), later)[0]
-        end = lax.cummin(jnp.concatenate([later, last]), reverse=True)
-        return cls(fresh, index - start, jnp.where(ids < 0, 0, end - start))
-
-    def within(self, level: _Level) -> Bool[Array, " tokens"]:
-        """Whether each token's document is one of a level."""
-        return (self.length > level.shorter) & (self.length <= level.size)
-
-    def first(self, level: _Level) -> Bool[Array, " tokens"]:
-        """Whether each token is the first one of a document of a level."""
-        return self.fresh & self.within(level)
+        index, ids = jnp.arange(ids.size, dtype=jnp.int32), ids.reshape(-1)
+        number = jnp.cumsum(fresh, dtype=jnp.int32) - 1
+        # One more, which begins where all end.
+        ends = alike(jnp.full(room + 1, ids.size, jnp.int32), ids)[0]
+        ends = ends.at[jnp.where(fresh, number, room + 1)].set(index, mode="drop")
+        starts, lengths = ends[:-1], jnp.diff(ends)
+        lengths = jnp.where(ids.at[starts].get(mode="fill", fill_value=-1) < 0, 0, lengths)
+        of_last = (lengths > levels[-1].shorter) & (lengths <= levels[-1].size) & (lengths > 0)
+        fit = (number[-1] < room) & (of_last.sum() <= levels[-1].segments)
+        return cls(starts, lengths, number, index - starts[number], fit)
 
     def segments(self, level: _Level) -> tuple[Segments, _Places]:
         """The documents of a level as segments, and where their tokens lie in these."""
-        within, first = self.within(level), self.first(level)
-        end = level.rows * level.size
-        (starts,) = jnp.nonzero(first, size=level.segments, fill_value=end)
-        starts = starts.astype(jnp.int32)
-        lengths = jnp.take(self.length, starts, fill_value=0)
-        number = jnp.cumsum(first, dtype=jnp.int32) - 1
-        places = _Places(within, number, self.place, level)
+        here = (self.lengths > level.shorter) & (self.lengths <= level.size)
+        segment = jnp.where(here, jnp.cumsum(here, dtype=jnp.int32) - 1, level.segments)
+        ends = alike(jnp.full(level.segments, level.rows * level.size, jnp.int32), self.starts)[0]
+        starts = ends.at[segment].set(self.starts, mode="drop")
+        lengths = (ends * 0).at[segment].set(self.lengths, mode="drop")
+        places = _Places(here[self.number], segment[self.number], self.place, level)
         return Segments(lengths, lengths, starts, starts), places
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fake_cudnn
-from attention_cases import Case, check, forward_and_backward, place
+from attention_cases import FLOAT32_ERROR, Case, check, forward_and_backward, place
 from startrail_jax import Degrees
 from startrail_jax.blocks import packed, tiled
 
@@ -52,7 +52,7 @@ def tiles(monkeypatch):
     monkeypatch.setattr(packed, "SHORTEST", 1)
     # Programs of other tests have other levels, and tell other lists.
     packed._levels.cache_clear()
-    forward_and_backward.clear_cache()
+    jax.clear_caches()
     visits = []
 
     def counted(visit, *operands):
@@ -63,6 +63,7 @@ def tiles(monkeypatch):
         monkeypatch.setattr(tiled, visit.__name__, functools.partial(counted, visit))
     yield visits
     packed._levels.cache_clear()
+    jax.clear_caches()
 
 
 @pytest.mark.slow_except_every(6)
@@ -71,6 +72,20 @@ def test_documents_match_the_oracle_without_tiles(case, tiles):
     check(case)
     jax.effects_barrier()
     assert not tiles
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.slow_except_every(2)
+def test_documents_in_16_bits(in_order, tiles):
+    case = Case(
+        degrees=Degrees.ring_attention(2), mask="packed", heads="grouped", layout="zigzag",
+        backend="cudnn", tokens=16, dtype="bfloat16",
+    )  # fmt: skip
+    if not in_order:
+        case.__dict__["problem"] = falling(case.problem)
+    check(case, dict.fromkeys(("out", "dq", "dk", "dv"), 1e-2) | {"lse": FLOAT32_ERROR})
+    jax.effects_barrier()
+    assert bool(tiles) != in_order
 
 
 def padded_inside(problem):
