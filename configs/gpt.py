@@ -136,7 +136,7 @@ def qwen3_8b_1m() -> GPTTrainConfig:
 def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
     """Common part of the large recipes: one sequence of 512K tokens, and settings that save memory.
 
-    Documents are not masked, because cuDNN's kernels need one causal mask for the whole sequence.
+    Documents are not masked: cuDNN's kernels know no documents on GPUs older than Hopper.
     """
     return GPTTrainConfig(
         model=model,

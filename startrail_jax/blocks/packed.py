@@ -6,7 +6,7 @@ Where documents lie one after another in order of position, two kinds of calls r
   documents of about one length are one call. The kernels have a workspace as large as if each
   segment had the length of the longest, so there is a call for documents of up to t tokens, of up
   to t / `STEP`, and so on: each has `STEP` times the workspace of a call without documents, however
-  many documents there are; the last one, of documents of less than 1,024 tokens, up to 16 times.
+  many documents there are; the last call has up to twice as much.
 * A rectangle, or a square at the far end of a window, whose keys all come before its queries. They
   have at most one document in common: its last keys and its first queries.
 
@@ -33,8 +33,8 @@ from startrail_jax.xla.varying import alike
 # document of a call may have.
 STEP, LEAST = 4, 256
 
-# Tokens that documents must have on average, those that share the call of the shortest ones.
-SHORTEST = 64
+# Tokens that the documents of the last call, the shortest ones, may have on average at least.
+SHORTEST = 128
 
 Ids = tuple[Int32[Array, "_ _"], Int32[Array, "_ _"]]
 """Segment ids [b, t] of the queries and [b, s] of the keys of a call."""
