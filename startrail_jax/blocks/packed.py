@@ -10,7 +10,8 @@ Where documents lie one after another in order of position, two kinds of calls r
 * A rectangle, or a square at the far end of a window, whose keys all come before its queries. They
   have at most one document in common: its last keys and its first queries.
 
-`serves` says whether documents lie so; only the device knows. A call without a segment is skipped.
+`serves` says whether documents lie in this way, which only the device knows. A call without a
+segment is skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from startrail_jax.xla.varying import alike
 # document of a call may have.
 STEP, LEAST = 4, 256
 
-# Tokens that the documents of the last call, the shortest ones, may have on average at least.
+# Least mean length of the documents of the last call, the shortest ones, in tokens.
 SHORTEST = 128
 
 Ids = tuple[Int32[Array, "_ _"], Int32[Array, "_ _"]]
@@ -186,13 +187,13 @@ class _Level(NamedTuple):
     """The documents of a square whose lengths are in a range: those of one call."""
 
     shorter: int
-    """Their length is greater than this."""
+    """Their lengths are greater than this."""
     size: int
-    """And at most this. It is the length of a row for the kernel."""
+    """Their lengths are at most this, which is also the length of a row for the kernel."""
     rows: int
-    """Number of rows for the kernel: so many hold all tokens of the square."""
+    """Number of rows for the kernel, which together hold all tokens of the square."""
     segments: int
-    """Number of documents that fit."""
+    """Number of documents for which there is room."""
 
     def shaped(self, x: Shaped[Array, "b t n h"]) -> Shaped[Array, "_ _ n h"]:
         """An array as the kernel gets it."""
@@ -291,12 +292,13 @@ class _Places(NamedTuple):
     """Where the tokens of a square lie in the segments of a level."""
 
     within: Bool[Array, " tokens"]
-    """Whether each lies in one."""
+    """Whether each token lies in a segment."""
     number: Int32[Array, " tokens"]
-    """Of which segment."""
+    """The number of its segment."""
     place: Int32[Array, " tokens"]
-    """And at which place."""
+    """Its place in the segment."""
     level: _Level
+    """The level of the segments."""
 
     def put(self, into: Array, x: Array) -> Array:
         """x [b, t, n, h] or [b, n, t] where tokens lie in the segments, and `into` elsewhere."""
