@@ -253,6 +253,15 @@ class Result:
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
 
 
+def listed(rows, **common) -> list[Case]:
+    """Cases from rows of degrees, mask, heads, layout, backward pass and tokens of a shard."""
+    names = ("degrees", "mask", "heads", "layout", "backward", "tokens")
+    return [
+        Case(**dict(zip(names, row, strict=True)), seed=seed, **common)
+        for seed, row in enumerate(rows)
+    ]
+
+
 def draw_problem(rng, *, batch, lengths, heads, dtype, segments) -> Problem:
     """Widths are distinct primes, so that no transpose can hide; narrow dtypes have one width, as
     jax.nn wants, and dlse = 0, which it does not know."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from startrail_jax.blocks import kernels
+from startrail_jax.blocks import kernels, packed
 
 _dot = functools.partial(
     jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
@@ -35,11 +35,10 @@ def attend(q, k, v, scale, causal, window=0, segments=None):
     out = rearrange(_rounded(out, q.dtype), "b t k g v -> b t (k g) v")
     lse = rearrange(lse, "b k g t -> b (k g) t")
     out = _outside(out, inside[0]).reshape(*q.shape[:3], -1)
-    if segments is not None and segments.query_starts is not None:
-        index = segments.query_starts[:, None] + np.arange(q.shape[1])[None]
-        short = np.arange(q.shape[1])[None] < segments.query_lengths[:, None]
+    if _joins_rows(segments):
+        index, there = _queries_of(segments, q)
         lse = rearrange(lse[0][:, index], "n s t -> s n t")
-        lse = jnp.where(short[:, None], lse, jnp.nan)
+        lse = jnp.where(there[:, None], lse, jnp.nan)
     elif segments is not None:
         lse = jnp.where(inside[0][:, None], lse, jnp.nan)
     return out, lse
@@ -49,12 +48,11 @@ def gradients(q, k, v, lse, out, dout, scale, causal, window=0, segments=None):
     """Returns dq, dk, dv in the dtype of q, NaN outside of segments."""
     assert q.dtype == out.dtype == dout.dtype
     seen, inside = _visible(q, k, causal, window, segments)
-    if segments is not None and segments.query_starts is not None:
-        index = segments.query_starts[:, None] + np.arange(q.shape[1])[None]
-        short = np.arange(q.shape[1])[None] < segments.query_lengths[:, None]
+    if _joins_rows(segments):
+        index, there = _queries_of(segments, q)
         tokens = q.shape[0] * q.shape[1]
         flat = jnp.zeros((lse.shape[1], tokens), lse.dtype)
-        index = jnp.where(short, index, tokens)
+        index = jnp.where(there, index, tokens)
         lse = flat.at[:, index].set(rearrange(lse, "s n t -> n s t"), mode="drop")[None]
     shapes = [x.shape for x in (q, k, v)]
     q, k, v, out, dout = (_joined(x, segments) for x in (q, k, v, out, dout))
@@ -89,6 +87,16 @@ def install(monkeypatch, calls=None):
     )
     for kernel in (attend, gradients):
         monkeypatch.setattr(kernels, kernel.__name__, _recorded(kernel, calls))
+
+
+def short_levels(monkeypatch):
+    """Lets documents of a few tokens have several levels, of whatever length they are.
+
+    Compiled programs with other levels are dropped; call `jax.clear_caches()` again at the end.
+    """
+    for name, tokens in (("STEP", 2), ("LEAST", 4), ("SHORTEST", 1)):
+        monkeypatch.setattr(packed, name, tokens)
+    jax.clear_caches()
 
 
 def _recorded(kernel, calls):
@@ -158,9 +166,17 @@ def _places(x, starts, lengths):
 
 def _joined(x, segments):
     """All rows as one, where segments count tokens over all of them."""
-    if segments is None or segments.query_starts is None:
-        return x
-    return x.reshape(1, -1, *x.shape[2:])
+    return x.reshape(1, -1, *x.shape[2:]) if _joins_rows(segments) else x
+
+
+def _joins_rows(segments):
+    return segments is not None and segments.query_starts is not None
+
+
+def _queries_of(segments, q):
+    """Index of each query of each segment over all rows, and whether the segment has so many."""
+    place = np.arange(q.shape[1])[None]
+    return segments.query_starts[:, None] + place, place < segments.query_lengths[:, None]
 
 
 def _outside(x, inside):

@@ -21,7 +21,6 @@ from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.batches import place as put
 from trainer.dit.batches import Grid, ImageBatch
 from trainer.dit.config import DiTConfig, DiTTrainConfig
-from trainer.dit.patches import grid_of
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.parallel.step import Program, StepMetrics
@@ -130,7 +129,7 @@ def random_batch(config: TrainConfig, layout: Layout) -> Any:
     padding = layout.padded_length(config.num_tokens) - config.num_tokens
     patches = layout.permute(np.pad(patches, ((0, 0), (0, padding), (0, 0))))
     numbers = np.arange(rows, dtype=np.int32)
-    grid = Grid(grid_of(config.size, config.model.patch))
+    grid = Grid.of(config.size, config.model.patch)
     return ImageBatch(patches, numbers % CLASSES, None, numbers, grid)
 
 

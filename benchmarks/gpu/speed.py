@@ -54,12 +54,14 @@ class Problem:
 
     def flops(self, step: str) -> float:
         """Useful floating-point operations: those of visible pairs."""
-        n = self.seq_len
-        place = np.arange(n)[None]
-        if self.ids is not None:
-            place = np.stack([np.arange(n) - np.searchsorted(x, x) for x in self.ids])
-        near = np.minimum(place + 1, self.window or n) if self.causal else np.full((1, n), n)
-        pairs = int(near.sum()) * (1 if self.documents else self.rows)
+        n, ids = self.seq_len, self.ids
+        seen = np.full((self.rows, n), n)
+        if self.causal:
+            seen[:] = np.arange(1, n + 1)
+            if ids is not None:
+                seen -= np.stack([np.searchsorted(x, x) for x in ids])
+            seen = np.minimum(seen, self.window or n)
+        pairs = int(seen.sum())
         return (1 if step == FORWARD else 3.5) * 4 * pairs * self.heads * self.head_dim
 
     def arrays(self) -> tuple[jax.Array, ...]:

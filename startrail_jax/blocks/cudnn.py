@@ -104,8 +104,8 @@ def backward(
 
     def tiles() -> tuple[Array, ...]:
         # A round of one call gives 16 bits, which the next one is given.
-        sums = tuple(dx if dx is None else dx.astype(jnp.float32) for dx in into)
-        grads = tiled.backward(pair, lse, delta, dout, sums)
+        so_far = tuple(dx if dx is None else dx.astype(jnp.float32) for dx in into)
+        grads = tiled.backward(pair, lse, delta, dout, so_far)
         return tuple(dx.astype(dtype) for dx, dtype in zip(grads, dtypes, strict=True))
 
     return _if_in_order(pair, lambda ids: _gradients(pair, queries, into, dtypes, ids), tiles)

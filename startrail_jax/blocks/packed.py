@@ -16,7 +16,6 @@ segment is skipped.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -100,10 +99,10 @@ def attend(
         common = _Common.of(ids)
 
         def cross(out: OutShard, lse: LseShard) -> tuple[OutShard, LseShard]:
-            rows, keys, values = common.turned(q, reverse), kernels.turned(k), kernels.turned(v)
+            rows, keys, values = _turned(q, reverse), kernels.turned(k), kernels.turned(v)
             segments = common.segments(t, reverse)
             found = kernels.attend(rows, keys, values, scale, reverse, 0, segments)
-            here, stats = (common.restored(x, t, reverse) for x in found)
+            here, stats = (_restored(x, t, reverse) for x in found)
             return common.of_queries(here, out), common.of_queries(stats, lse)
 
         return lax.cond(common.any, cross, lambda out, lse: (out, lse), out, lse)
@@ -153,13 +152,13 @@ def gradients(
                 out,
                 common.of_queries(dout, jnp.zeros_like(dout)),
             )
-            rows, lse_here, out_here, dout_here = (common.turned(x, reverse) for x in rows)
+            rows, lse_here, out_here, dout_here = (_turned(x, reverse) for x in rows)
             keys, values, segments = *map(kernels.turned, (k, v)), common.segments(t, reverse)
             dq, dk, dv = kernels.gradients(
                 rows, keys, values, lse_here, out_here, dout_here, scale, reverse, 0, segments
             )
             dk, dv = (kernels.unturned(x, k.shape[1]) for x in (dk, dv))
-            dq = common.of_queries(common.restored(dq, t, reverse), zeros[0])
+            dq = common.of_queries(_restored(dq, t, reverse), zeros[0])
             return dq, common.of_keys(dk, zeros[1]), common.of_keys(dv, zeros[2])
 
         return lax.cond(common.any, cross, lambda *zeros: zeros, *found)
@@ -195,6 +194,10 @@ class _Level(NamedTuple):
     segments: int
     """Number of documents for which there is room."""
 
+    def holds(self, lengths: Int32[Array, " documents"]) -> Bool[Array, " documents"]:
+        """Whether each document is one of the level, by its length."""
+        return (lengths > self.shorter) & (lengths <= self.size)
+
     def shaped(self, x: Shaped[Array, "b t n h"]) -> Shaped[Array, "_ _ n h"]:
         """An array as the kernel gets it."""
         flat = x.reshape(-1, *x.shape[2:])
@@ -219,7 +222,6 @@ def _padded(b: int, t: int) -> tuple[int, int, int]:
     return -(-b * t // size) * size, size, count
 
 
-@functools.lru_cache(maxsize=256)
 def _levels(b: int, t: int) -> tuple[_Level, ...]:
     """The levels of a square of b rows of t tokens, the longest documents first."""
     tokens, size, count = _padded(b, t)
@@ -273,13 +275,13 @@ class _Documents(NamedTuple):
         ends = ends.at[jnp.where(fresh, number, room + 1)].set(index, mode="drop")
         starts, lengths = ends[:-1], jnp.diff(ends)
         lengths = jnp.where(ids.at[starts].get(mode="fill", fill_value=-1) < 0, 0, lengths)
-        of_last = (lengths > levels[-1].shorter) & (lengths <= levels[-1].size) & (lengths > 0)
-        fit = (number[-1] < room) & (of_last.sum() <= levels[-1].segments)
+        of_last = levels[-1].holds(lengths).sum()
+        fit = (number[-1] < room) & (of_last <= levels[-1].segments)
         return cls(starts, lengths, number, index - starts[number], fit)
 
     def segments(self, level: _Level) -> tuple[Segments, _Places]:
         """The documents of a level as segments, and where their tokens lie in these."""
-        here = (self.lengths > level.shorter) & (self.lengths <= level.size)
+        here = level.holds(self.lengths)
         segment = jnp.where(here, jnp.cumsum(here, dtype=jnp.int32) - 1, level.segments)
         ends = alike(jnp.full(level.segments, level.rows * level.size, jnp.int32), self.starts)[0]
         starts = ends.at[segment].set(self.starts, mode="drop")
@@ -351,12 +353,6 @@ class _Common(NamedTuple):
         padded = tokens + -tokens % kernels.TILE
         return Segments(jnp.full_like(self.queries, padded), self.keys)
 
-    def turned(self, x: Array, reverse: bool) -> Array:
-        return kernels.turned(x) if reverse else x
-
-    def restored(self, x: Array, tokens: int, reverse: bool) -> Array:
-        return kernels.unturned(x, tokens) if reverse else x
-
     def of_queries(self, x: Array, other: Array) -> Array:
         """x [b, t, n, h] or [b, n, t] for the queries in common, and `other` for the rest."""
         axis = 1 if x.ndim == 4 else 2
@@ -368,3 +364,11 @@ class _Common(NamedTuple):
         tokens = x.shape[1]
         seen = np.arange(tokens)[None] >= tokens - self.keys[:, None]
         return jnp.where(seen[..., None, None], x, other)
+
+
+def _turned(x: Array, reverse: bool) -> Array:
+    return kernels.turned(x) if reverse else x
+
+
+def _restored(x: Array, tokens: int, reverse: bool) -> Array:
+    return kernels.unturned(x, tokens) if reverse else x

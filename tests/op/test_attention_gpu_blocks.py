@@ -23,6 +23,7 @@ from attention_cases import (
     check,
     covering,
     forward_and_backward,
+    listed,
     natural,
     place,
     reference,
@@ -83,28 +84,17 @@ WINDOWS = [
 ]
 # `test_blocks_tiled.py` has every mask and layout. These are few, since their programs are long: a
 # loop for every kind of tile, in every round. The rings are short, but for one that loops.
-TILED = [
-    Case(
-        degrees=degrees,
-        mask=mask,
-        heads=heads,
-        layout=layout,
-        backward=backward,
-        backend="tiled",
-        tokens=14,
-        seed=seed,
-    )
-    for seed, (degrees, mask, heads, layout, backward) in enumerate(
-        [
-            (Degrees.ring_attention(2), "window", "single", "contiguous", "kv"),
-            (Degrees.ring_attention(5), "cross", "grouped", "zigzag", "query"),
-            (Degrees.startrail(8, c=2), "packed_window", "grouped", "zigzag", "query"),
-            (Degrees.startrail(8, c=2), "cross", "equal", "contiguous", "kv"),
-            (Degrees(group=2, ring=2, team=3), "packed_window", "single", "contiguous", "kv"),
-            (Degrees(group=3, ring=2, team=2), "window", "equal", "zigzag", "query"),
-        ]
-    )
-]
+TILED = listed(
+    [
+        (Degrees.ring_attention(2), "window", "single", "contiguous", "kv", 14),
+        (Degrees.ring_attention(5), "cross", "grouped", "zigzag", "query", 14),
+        (Degrees.startrail(8, c=2), "packed_window", "grouped", "zigzag", "query", 14),
+        (Degrees.startrail(8, c=2), "cross", "equal", "contiguous", "kv", 14),
+        (Degrees(group=2, ring=2, team=3), "packed_window", "single", "contiguous", "kv", 14),
+        (Degrees(group=3, ring=2, team=2), "window", "equal", "zigzag", "query", 14),
+    ],
+    backend="tiled",
+)
 NARROW = [
     Case(degrees=degrees, mask=mask, heads=heads, dtype=dtype, tokens=14, backend="cudnn")
     for degrees, mask, heads, dtype in (

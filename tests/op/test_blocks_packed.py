@@ -5,41 +5,31 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fake_cudnn
-from attention_cases import FLOAT32_ERROR, Case, check, forward_and_backward, place
+from attention_cases import FLOAT32_ERROR, Case, check, forward_and_backward, listed, place
 from startrail_jax import Degrees
 from startrail_jax.blocks import packed, tiled
 
-CASES = [
-    Case(
-        degrees=degrees,
-        mask=mask,
-        heads=heads,
-        layout=layout,
-        backward=backward,
-        backend="cudnn",
-        tokens=tokens,
-        seed=seed,
-    )
-    for seed, (degrees, mask, heads, layout, backward, tokens) in enumerate(
-        [
-            (Degrees(), "packed", "grouped", "contiguous", "auto", 61),
-            (Degrees(), "packed_window", "single", "contiguous", "auto", 48),
-            (Degrees(data=2, head=2), "packed", "equal", "contiguous", "auto", 29),
-            (Degrees.ring_attention(4), "packed", "single", "zigzag", "kv", 14),
-            (Degrees.ring_attention(4), "packed", "grouped", "contiguous", "query", 13),
-            (Degrees.ring_attention(3), "packed_window", "equal", "zigzag", "query", 14),
-            (Degrees.ring_attention(2), "packed wide window", "equal", "contiguous", "kv", 23),
-            (Degrees.startrail(8, c=2), "packed", "grouped", "zigzag", "query", 6),
-            (Degrees.startrail(8, c=2), "packed_window", "single", "contiguous", "kv", 9),
-            (Degrees(group=3, ring=2, team=2), "packed", "equal", "zigzag", "query", 8),
-            (Degrees(team=4, ring=2), "packed own_window", "grouped", "zigzag", "kv", 6),
-        ]
-    )
-]
+CASES = listed(
+    [
+        (Degrees(), "packed", "grouped", "contiguous", "auto", 61),
+        (Degrees(), "packed_window", "single", "contiguous", "auto", 48),
+        (Degrees(data=2, head=2), "packed", "equal", "contiguous", "auto", 29),
+        (Degrees.ring_attention(4), "packed", "single", "zigzag", "kv", 14),
+        (Degrees.ring_attention(4), "packed", "grouped", "contiguous", "query", 13),
+        (Degrees.ring_attention(3), "packed_window", "equal", "zigzag", "query", 14),
+        (Degrees.ring_attention(2), "packed wide window", "equal", "contiguous", "kv", 23),
+        (Degrees.startrail(8, c=2), "packed", "grouped", "zigzag", "query", 6),
+        (Degrees.startrail(8, c=2), "packed_window", "single", "contiguous", "kv", 9),
+        (Degrees(group=3, ring=2, team=2), "packed", "equal", "zigzag", "query", 8),
+        (Degrees(team=4, ring=2), "packed own_window", "grouped", "zigzag", "kv", 6),
+    ],
+    backend="cudnn",
+)
 
 
 @pytest.fixture
@@ -47,12 +37,7 @@ def tiles(monkeypatch):
     """Kernels that are emulated, several short levels, and a list that grows with each pass of
     tiles."""
     fake_cudnn.install(monkeypatch)
-    monkeypatch.setattr(packed, "STEP", 2)
-    monkeypatch.setattr(packed, "LEAST", 4)
-    monkeypatch.setattr(packed, "SHORTEST", 1)
-    # Programs of other tests have other levels, and tell other lists.
-    packed._levels.cache_clear()
-    jax.clear_caches()
+    fake_cudnn.short_levels(monkeypatch)
     visits = []
 
     def counted(visit, *operands):
@@ -62,7 +47,6 @@ def tiles(monkeypatch):
     for visit in (tiled.forward, tiled.backward):
         monkeypatch.setattr(tiled, visit.__name__, functools.partial(counted, visit))
     yield visits
-    packed._levels.cache_clear()
     jax.clear_caches()
 
 
@@ -133,8 +117,8 @@ def test_gradients_of_rows_that_see_no_key_are_not_read(tiles):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_document_has_one_level_with_room_for_it(rows, tokens):
     levels = packed._levels(rows, tokens)
-    lengths = np.arange(1, tokens + 1)
-    of_level = [(lengths > x.shorter) & (lengths <= x.size) for x in levels]
+    lengths = jnp.arange(1, tokens + 1, dtype=jnp.int32)
+    of_level = [x.holds(lengths) for x in levels]
     assert (np.sum(of_level, axis=0) == 1).all()
     for level in levels:
         assert level.rows * level.size >= rows * tokens

@@ -19,7 +19,7 @@ from trainer.dit.batches import PADDING, Grid
 from trainer.dit.config import DiffusionConfig
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.objective import DRAWING, Denoising
-from trainer.dit.patches import grid_of, patchify, unpatchify
+from trainer.dit.patches import patchify, unpatchify
 
 # Neither the 20 patches nor the text divide into 8 shares: both are padded.
 CONFIG = make_dit_config(dict(caption_length=5, patch=(1, 2, 4)), steps=1, size=(5, 4, 8))
@@ -136,7 +136,7 @@ def test_with_guidance_1_a_step_follows_the_prediction_of_the_model(one_step):
         jnp.ones(len(LABELS)),
         jnp.asarray(LABELS, np.int32),
         jnp.asarray(captions),
-        grid=Grid(grid_of(CONFIG.size, CONFIG.model.patch)),
+        grid=Grid.of(CONFIG.size, CONFIG.model.patch),
     )
     velocity = np.asarray(jax.jit(program.outputs)(make_weights(program), shown))
     velocity = unpatchify(velocity, CONFIG.size, CONFIG.model.patch)

@@ -83,6 +83,13 @@ SETTINGS = {
 }
 
 
+def assert_near(found, wanted):
+    """Each array of a tree, to a thousandth of its greatest element."""
+    leaves = (jax.tree.leaves(jax.device_get(x)) for x in (found, wanted))
+    for array, other in zip(*leaves, strict=True):
+        np.testing.assert_allclose(array, other, atol=1e-3 * abs(other).max())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device):
@@ -91,9 +98,7 @@ def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device):
     assert losses[-5:, 0].mean() < 0.7 * losses[:5, 0].mean()
     np.testing.assert_allclose(losses[:, 0], expected[:, 0], rtol=1e-4)
     np.testing.assert_allclose(losses[:, 1], expected[:, 1], rtol=1e-3)
-    leaves = (jax.tree.leaves(jax.device_get(x.average)) for x in (found, last))
-    for average, one in zip(*leaves, strict=True):
-        np.testing.assert_allclose(average, one, atol=1e-3 * abs(one).max())
+    assert_near(found.average, last.average)
 
 
 @pytest.mark.slow
@@ -142,9 +147,7 @@ def test_steps_of_several_sizes_do_not_depend_on_how_they_run(config, degrees, c
     runs = (make_program(st.Degrees(), config), make_program(degrees, config, **changes))
     (one, last), (many, found) = (train(x, state, 6, batch_of_size) for x in runs)
     np.testing.assert_allclose(many, one, rtol=1e-4)
-    leaves = (jax.tree.leaves(jax.device_get(x.weights)) for x in (found, last))
-    for weights, wanted in zip(*leaves, strict=True):
-        np.testing.assert_allclose(weights, wanted, atol=1e-3 * abs(wanted).max())
+    assert_near(found.weights, last.weights)
 
 
 @pytest.mark.slow

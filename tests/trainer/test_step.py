@@ -18,7 +18,6 @@ import startrail_jax as st
 from models.gpt import GPT
 from programs import SMALL, make_config
 from programs import make_program as program_of
-from startrail_jax.blocks import packed
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
@@ -144,17 +143,13 @@ def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device, initi
 def test_losses_on_kernels_for_packed_documents(degrees, initial_state, monkeypatch):
     """Those of 30 steps on plain XLA; the kernels are emulated."""
     fake_cudnn.install(monkeypatch)
-    for name, tokens in (("STEP", 2), ("LEAST", 4), ("SHORTEST", 1)):
-        monkeypatch.setattr(packed, name, tokens)
-    packed._levels.cache_clear()
-    jax.clear_caches()
+    fake_cudnn.short_levels(monkeypatch)
     try:
         program = program_of(CONFIG, degrees)
         sizes = dict(seq_len=CONFIG.seq_len, heads=4, kv_heads=2, head_dim=8, packed=True)
         assert program.attention.explain(**sizes).backend == "cudnn"
         losses = losses_of(program, initial_state, steps=30)
     finally:
-        packed._levels.cache_clear()
         jax.clear_caches()
     monkeypatch.undo()
     expected = losses_of(make_program(st.Degrees()), initial_state, steps=30)

@@ -302,10 +302,10 @@ def validation_batches(
     rows = range(batch_size) if rows is None else rows
     used = min(-(-min(count, len(source)) // batch_size) * batch_size, len(source))
     chosen = np.arange(used) * len(source) // used
-    groups = np.zeros(len(source), np.int64) if groups is None else groups
+    of_chosen = np.zeros_like(chosen) if groups is None else groups[chosen]
     batches = []
-    for group in np.unique(groups[chosen]):
-        numbers = np.flatnonzero(groups[chosen] == group).tolist()
+    for group in np.unique(of_chosen):
+        numbers = np.flatnonzero(of_chosen == group).tolist()
         for first in range(0, len(numbers), batch_size):
             part = numbers[first : first + batch_size]
             filled = part + [NO_EXAMPLE] * (batch_size - len(part))

@@ -27,6 +27,11 @@ class Grid:
     size: Size
     """Number of patches along frames, height and width."""
 
+    @classmethod
+    def of(cls, size: Size, patch: Size) -> Grid:
+        """That of images of a size."""
+        return cls(grid_of(size, patch))
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens of an image."""
@@ -54,7 +59,7 @@ def image_batch(
     """Rows of a batch, from examples of one size and their numbers in the run."""
     latents = np.stack([example.latent for example in examples])
     _, *size, _ = latents.shape
-    grid = Grid(grid_of(tuple(size), config.model.patch))
+    grid = Grid.of(tuple(size), config.model.patch)
     missing = layout.padded_length(grid.num_tokens) - grid.num_tokens
     patches = np.pad(patchify(latents, config.model.patch), ((0, 0), (0, missing), (0, 0)))
     labels = [config.model.classes if x.label is None else x.label for x in examples]

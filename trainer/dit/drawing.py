@@ -21,7 +21,7 @@ from trainer.dit.batches import PADDING, Grid, padded_caption
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Predict, Sampler, guided, sample
 from trainer.dit.objective import DRAWING, Denoising
-from trainer.dit.patches import grid_of, unpatchify
+from trainer.dit.patches import unpatchify
 from trainer.parallel.step import Program
 
 
@@ -52,7 +52,7 @@ class Drawing:
         self.sampler: Sampler = sampler
         self._steps, self._guidance = steps, guidance
         self._layout = attention.layout
-        self._grid = Grid(grid_of(config.size, config.model.patch))
+        self._grid = Grid.of(config.size, config.model.patch)
         degree = attention.degrees.data
         self._rows = -(-rows // degree) * degree
         _check_guidance(guidance, config)

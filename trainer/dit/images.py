@@ -454,11 +454,13 @@ def _nearest_size(path: Path, config: DiTTrainConfig) -> int:
     with _checked(path, config) as image:
         height, width = _upright_size(image)
 
+    sizes = config.sizes
+
     def distance(number: int) -> tuple[Fraction, Fraction]:
-        _, rows, columns = config.sizes[number]
+        _, rows, columns = sizes[number]
         return _ratio(height * columns, width * rows), _ratio(height * width, rows * columns)
 
-    return min(range(len(config.sizes)), key=distance)
+    return min(range(len(sizes)), key=distance)
 
 
 def _ratio(a: int, b: int) -> Fraction:

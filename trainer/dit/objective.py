@@ -20,7 +20,6 @@ from trainer.data.batches import NO_EXAMPLE
 from trainer.dit.batches import PADDING, Grid, ImageBatch
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import draw_times, noised
-from trainer.dit.patches import grid_of
 from trainer.objective import Objective, sizes_in
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
@@ -75,7 +74,7 @@ class Denoising(Objective):
         if config.model.caption_length:
             length = layout.padded_length(config.model.caption_length)
             captions = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-        grid = Grid(grid_of(config.size, config.model.patch))
+        grid = Grid.of(config.size, config.model.patch)
         return ImageBatch(patches, integers, captions, integers, grid)
 
     def prepare(self, batch: ImageBatch, *, training: bool) -> NoisyBatch:
