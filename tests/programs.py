@@ -129,7 +129,7 @@ def compile_gradients(program):
     return lowered.compile(options(program))
 
 
-# What no program is computed from; of `data`, only what masks documents is.
+# What no program is computed from; of `data`, only what follows below is.
 NOT_COMPUTED_FROM = {
     *("run_dir", "checkpoint", "data", "evaluate_every", "validation_sequences", "log_every"),
     *("profile", "non_finite", "allow_changes", "sample_length", "tensorboard", "plan"),
@@ -150,7 +150,8 @@ def shared_programs():
 
     def prepare_once(self, config, attention, objective):
         settings = {k: v for k, v in vars(config).items() if k not in NOT_COMPUTED_FROM}
-        settings["mask_documents"] = getattr(config.data, "mask_documents", None)
+        for name in ("mask_documents", "longest_document"):
+            settings[name] = getattr(config.data, name, None)
         settings["drawn"] = config.documents_drawn
         key = type(config), repr(settings), attention
         if key not in made:

@@ -140,6 +140,27 @@ def test_documents_of_a_window_are_told_apart():
     assert [x.dtype.name for x in batch] == ["int32"] * 4 + ["float32"]
 
 
+@pytest.mark.parametrize("end_of_document", [None, 0])
+@pytest.mark.parametrize("longest", [1, 3, 7, 50])
+def test_pieces_of_long_documents_are_documents(longest, end_of_document):
+    tokens = np.random.default_rng(0).integers(9, size=(3, 42))
+    options = {"layout": NATURAL, "end_of_document": end_of_document}
+    batch = next_token_batch(tokens, **options, longest=longest)
+    whole = next_token_batch(tokens, **options)
+    chex.assert_trees_all_equal(batch[:2], whole[:2])
+    np.testing.assert_array_equal(batch.weights, whole.weights)
+    for row in range(3):
+        ids = np.zeros(41) if whole.segment_ids is None else whole.segment_ids[row]
+        places = [
+            (document, place // longest, place % longest)
+            for document, n in enumerate(np.unique(ids, return_counts=True)[1])
+            for place in range(n)
+        ]
+        pieces = sorted({x[:2] for x in places})
+        assert batch.positions[row].tolist() == [x[2] for x in places]
+        assert batch.segment_ids[row].tolist() == [pieces.index(x[:2]) for x in places]
+
+
 @pytest.mark.parametrize("end_of_document", [None, 3])
 @pytest.mark.parametrize(
     ("layout", "length", "filled"),

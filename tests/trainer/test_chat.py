@@ -219,26 +219,27 @@ def test_token_across_the_border_counts(tmp_path):
     assert counted_of("ab?", "no") == ["n", "o", "<|endoftext|>"]
 
 
+@pytest.mark.parametrize("longest", [None, 6])
 @pytest.mark.parametrize("seed", range(4))
-def test_examples_share_rows_whole(seed):
+def test_examples_share_rows_whole(seed, longest):
     random = np.random.default_rng(seed)
     lengths = random.integers(2, 14, 40)
     tokens = np.arange(lengths.sum())
     part = EncodedExamples(tokens=tokens, counted=np.ones_like(tokens), ends=lengths.cumsum())
-    rows = PackedExamples(part, 9, name="these")
-    found = []
+    rows = PackedExamples(part, 9, name="these", longest=longest)
+    most, found = longest or 10, []
     for row in (rows[i] for i in range(len(rows))):
         held = row.examples >= 0
         assert not row.counted[~held].any()
         assert (np.diff(np.flatnonzero(held)) == 1).all()
         found += [row.tokens[row.examples == n] for n in range(row.examples.max() + 1)]
-    assert [len(x) for x in found] == [min(n, 10) for n in lengths]
+    assert [len(x) for x in found] == [min(n, most) for n in lengths]
     np.testing.assert_array_equal([x[0] for x in found], part.ends - lengths)
     # No row has room for the first example of the next.
     sizes = [(rows[i].examples >= 0).sum() for i in range(len(rows))]
     firsts = [(rows[i + 1].examples == 0).sum() for i in range(len(rows) - 1)]
     assert all(size + first > 10 for size, first in zip(sizes, firsts, strict=False))
-    assert rows.num_cut == (lengths > 10).sum()
+    assert rows.num_cut == (lengths > most).sum()
     assert rows.share_of_padding == pytest.approx(1 - sum(sizes) / (10 * len(rows)))
 
 
@@ -326,6 +327,7 @@ def test_options_and_files_that_do_not_fit_raise(tmp_path):
         (of_completions(path, chat_template=text), 32, "data.chat_template must"),
         (one, 32, "data.held_out must"),
         (of_completions(path), 3, "seq_len=3"),
+        (of_completions(path, longest_document=4), 32, "longest_document=4"),
     ):
         with refused(InputError, named):
             opened(config, seq_len=seq_len)

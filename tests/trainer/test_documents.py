@@ -16,6 +16,7 @@ from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.analysis import hlo
 from startrail_jax.errors import InputError
+from startrail_jax.masks import Window
 from startrail_jax.tokens.layout import Layout
 from tests.faults import failures
 from trainer.config import AttentionConfig, OptimizerConfig
@@ -134,6 +135,23 @@ def test_documents_are_cut_at_the_longest_and_at_ends_of_streams():
         text_documents([dataclasses.replace(streams[0], tokens=np.array([END] * 3))], END, LONGEST)
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, {"mask_documents": False}, {"batches": "documents"}], ids=str
+)
+@pytest.mark.parametrize("degree", [1, 4])
+def test_log_of_rows_says_what_whole_documents_would_save(tmp_path, flags, degree):
+    """40 documents of 4 tokens and 10 of 30, in rows of 32."""
+    np.save(tmp_path / "a.npy", text([4] * 42 + [30] * 10).tokens)
+    given = DataConfig(path=tmp_path / "a.npy", end_of_document=END, held_out=0.02, **flags)
+    if given.mask_documents is False:
+        given = dataclasses.replace(given, end_of_document=None)
+    config = dataclasses.replace(CONFIG, data=given, seq_len=32, run_dir=tmp_path / "run")
+    found = GPTTask().open_data(config, Layout("zigzag", degree)).description
+    assert ("would not leave" in found) == (not flags and degree > 1)
+    if not flags and degree > 1:
+        assert "with --data.batches documents, 37% of the tokens" in found
+
+
 def test_of_examples_only_what_is_counted_has_a_weight():
     tokens, ends = np.arange(1, 31), np.array([4, 20, 23, 30])
     counted = np.array([0, 0, 1, 1] + [0] * 3 + [1] * 13 + [0, 1, 1] + [0, 0, 0, 1, 1, 0, 1])
@@ -216,6 +234,47 @@ def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
     ):
         assert found.sharding.is_equivalent_to(weight.sharding, x.ndim)
         np.testing.assert_allclose(found, x, atol=1e-5 * np.abs(x).max(), err_msg=str(path))
+
+
+@pytest.mark.parametrize(
+    ("model", "windows"), [(CONFIG.model, (16, 16)), (PATTERN, (9, 16))], ids=["alike", "pattern"]
+)
+@pytest.mark.parametrize("degrees", [st.Degrees(ring=8), st.Degrees.startrail(8, c=2)], ids=str)
+@pytest.mark.slow_except_every(4)
+def test_rows_of_short_documents_send_only_what_these_see(degrees, model, windows):
+    """Losses and gradients are those of one device that has no windows but those of the model."""
+    rows = {"batch_size": 2, "seq_len": 512, "model": model}
+    cut = make_program(degrees, data=DataConfig(longest_document=16), **rows)
+    alone = make_program(st.Degrees(), data=DataConfig(), **rows)
+    sequences = np.resize(text(MIXED).tokens, (2, 513))
+    options = {"end_of_document": END, "longest": 16}
+    batches = {
+        program: place(
+            next_token_batch(sequences, layout=program.attention.layout, **options),
+            program.batch_sharding,
+        )
+        for program in (cut, alone)
+    }
+    state = jax.device_get(alone.initialise())
+    wanted, expected = compile_gradients(alone)(state.weights, batches[alone])
+    weights = jax.tree.map(
+        lambda x, to: jax.device_put(x, to.sharding), state.weights, cut.state_shapes.weights
+    )
+    compiled = compile_gradients(cut)
+    loss, gradients = compiled(weights, batches[cut])
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max()),
+        gradients,
+        expected,
+    )
+    traffic = hlo.read_traffic(compiled.as_text())
+    call = {name: SMALL[name] for name in ("heads", "kv_heads", "head_dim")}
+    call |= {"batch": 2, "seq_len": 512, "dtype": "float32", "layout": "zigzag", "packed": True}
+    seen = [st.communication(degrees, mask=Window(x - 1, 0), **call) for x in windows]
+    sent = max(x["collective_permute"] + x["all_gather"] for x in traffic.received_by_device)
+    # XLA may send the segment ids once for all layers.
+    assert 0.95 <= sent / sum(x.total.received_bytes for x in seen) <= 1
 
 
 STEPS = 30
@@ -403,6 +462,21 @@ def test_a_document_costs_what_its_layers_compute(windows):
 def test_settings_that_documents_cannot_have_are_refused(changes):
     with refused(InputError, "of a"):
         make_program(st.Degrees(ring=4), **changes)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"longest_document": 0},
+        {"longest_document": 8, "mask_documents": False},
+        {"longest_document": 8, "batches": "documents"},
+        {"longest_document": LONGEST},
+    ],
+    ids=str,
+)
+def test_lengths_of_documents_that_rows_cannot_have_are_refused(data):
+    with refused(InputError, "data.longest_document", **data):
+        dataclasses.replace(CONFIG, data=DataConfig(**data))
 
 
 def test_a_tensor_degree_beyond_the_key_heads_is_refused():

@@ -352,8 +352,8 @@ def test_sample_reads_no_more_of_the_data_than_tells_their_kind(tmp_path, monkey
     assert isinstance(found, IdTokenizer)
 
 
-def final_sample(**options):
-    """What train.py shows at its end."""
+def final_sample(window=None, **options):
+    """What train.py shows at its end, of a run whose rows need no longer window than this."""
     tokens = np.array([7, 7, 1, 2, 3, 7, 4, 7, 9, 9], np.uint8)
     stream = Stream(name="held out", tokens=tokens, vocab_size=256)
     corpus = Corpus(
@@ -362,7 +362,7 @@ def final_sample(**options):
     )  # fmt: skip
     mesh = st.make_mesh(st.Degrees(data=2), "auto", jax.devices()[:2])
     config = make_config(Path("unused"))
-    program = SimpleNamespace(config=config, attention=st.Attention(mesh))
+    program = SimpleNamespace(config=config, attention=st.Attention(mesh, window=window))
     return continue_text(program, make_weights(), corpus, **options)
 
 
@@ -393,6 +393,7 @@ def test_continue_text_stays_in_one_document_and_stops_when_it_is_asked_to():
     prompt, text = final_sample()
     assert prompt == "1 2 3"
     assert len(text.split()) == 8
+    assert final_sample(window=1) == (prompt, text)
     answers = iter([False, False, False, True])
     assert final_sample(interrupted=lambda: next(answers))[1].split() == text.split()[:3]
     assert final_sample(interrupted=lambda: True) == ("1 2 3", "")

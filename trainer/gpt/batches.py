@@ -38,7 +38,8 @@ class TokenBatch(NamedTuple):
     """The token after each of `tokens`."""
     positions: Int32[np.ndarray | Array, "B T"]
     """Position of each token in its document, or in its row if documents are not masked. The
-    positions of a document that began before the row count from the start of the row."""
+    positions of a document that began before the row count from the start of the row, and those of
+    a piece of a document from the start of the piece."""
     segment_ids: Int32[np.ndarray | Array, "B T"] | None
     """Number of the token's document in the row, from 0; None if documents are not masked."""
     weights: Float32[np.ndarray | Array, "B T"]
@@ -117,28 +118,34 @@ def next_token_batch(
     layout: Layout,
     end_of_document: int | None = None,
     begins_too: bool = False,
+    longest: int | None = None,
 ) -> TokenBatch:
     """A batch, in layout order, from sequences of T + 1 tokens.
 
     Args:
         sequences: one for each row. After its last token, it may have `PADDING`.
         layout: order of the tokens.
-        end_of_document: the token that ends a document; None if documents are not masked.
+        end_of_document: the token that ends a document; None if every row is one.
         begins_too: whether it also begins each document. The last one of several in front of
             another token is then a beginning, and so is one with which a sequence begins.
+        longest: largest number of tokens of a document, which is cut into pieces of this length;
+            None to cut nothing.
     """
     tokens, targets = (x.astype(np.int32) for x in (sequences[:, :-1], sequences[:, 1:]))
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     segment_ids, weights = None, (targets != PADDING).astype(np.float32)
-    if end_of_document is not None:
+    if end_of_document is not None or longest is not None:
         ends = tokens == end_of_document
         if begins_too:
             follows = np.pad(ends[:, :-1], ((0, 0), (1, 0)), constant_values=True)
             ends = ends & ~(follows & (targets != end_of_document) & (targets != PADDING))
         starts = np.zeros_like(ends)
         starts[:, 1:] = ends[:, :-1]
-        segment_ids = np.cumsum(starts, axis=1, dtype=np.int32)
         positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+        if longest is not None:
+            positions = positions % longest
+            starts[:, 1:] |= positions[:, 1:] == 0
+        segment_ids = np.cumsum(starts, axis=1, dtype=np.int32)
         weights = weights * ~ends
         segment_ids = np.where(tokens == PADDING, PADDING, segment_ids)
     tokens, targets = (np.where(x == PADDING, 0, x) for x in (tokens, targets))
@@ -170,19 +177,10 @@ def in_layout_order(batch: TokenBatch, layout: Layout) -> TokenBatch:
 def collate(
     sequences: list[Int32[np.ndarray, " length"]],
     numbers: list[int],
-    *,
-    layout: Layout,
-    end_of_document: int | None,
-    begins_too: bool = False,
+    **others: Any,
 ) -> TokenBatch:
     """`next_token_batch` of a list of sequences, with their numbers in the run."""
-    batch = next_token_batch(
-        np.stack(sequences),
-        layout=layout,
-        end_of_document=end_of_document,
-        begins_too=begins_too,
-    )
-    return counting(batch, numbers)
+    return counting(next_token_batch(np.stack(sequences), **others), numbers)
 
 
 def counting(batch: TokenBatch, numbers: Sequence[int]) -> TokenBatch:

@@ -276,6 +276,10 @@ class DataConfig:
     mask_documents: bool = True
     """Whether a token attends only to its own document, instead of to everything before it in its
     sequence."""
+    longest_document: int | None = None
+    """Largest number of tokens of a document in a row. Longer documents are cut into pieces of this
+    length, which do not attend to each other, so that devices send each other only the keys of the
+    last so many tokens. The default is `seq_len`."""
     batches: Literal["rows", "documents"] = "rows"
     """What a batch consists of: "rows" of `seq_len` tokens, which all devices of a sequence share,
     or whole "documents", each on as few devices as can hold it. With "documents", `seq_len` is the
@@ -311,6 +315,15 @@ class DataConfig:
             if getattr(self, name) is not None:
                 check_minimum(f"data.{name}", getattr(self, name), 0)
         check_minimum("data.draw", self.draw, 1)
+        if self.longest_document is not None:
+            check_minimum("data.longest_document", self.longest_document, 1)
+            if self.batches == "documents" or not self.mask_documents:
+                raise InputError(
+                    "data.longest_document needs rows of documents that do not attend to each "
+                    f"other; got longest_document={self.longest_document}, batches="
+                    f"{self.batches!r}, mask_documents={self.mask_documents}. Use --data.batches "
+                    "rows and --data.mask-documents, or leave it out."
+                )
         if self.batches == "documents" and not self.mask_documents:
             raise InputError(
                 "Whole documents attend to themselves alone; got data.batches='documents' and "
@@ -408,6 +421,12 @@ class GPTTrainConfig(TrainConfig):
                 f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
             )
+        longest = self.data.longest_document
+        if longest is not None and longest >= self.seq_len:
+            raise InputError(
+                "data.longest_document must be below seq_len, at which documents are cut anyway; "
+                f"got longest_document={longest}, seq_len={self.seq_len}. Leave it out."
+            )
         if self.lora.rank is not None and "gate" in self.lora.targets and self.model.mlp == "gelu":
             raise InputError(
                 "lora.targets must name projections of the model; got gate with model.mlp='gelu', "
@@ -435,12 +454,19 @@ class GPTTrainConfig(TrainConfig):
         return ("model.rope.stretches",) if self.model.rope.scaling == "none" else ()
 
     @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer in training: no token sees further than the longest document."""
+        longest, windows = self.data.longest_document, self.model.layer_windows
+        return windows if longest is None else tuple(min(x or longest, longest) for x in windows)
+
+    @property
     def attention_of_model(self) -> dict[str, Any]:
-        return attention_of(self.model)
+        alike = self.model.windows is None
+        return attention_of(self.model) | {"window": self.layer_windows[0] if alike else None}
 
     @property
     def attention_call(self) -> dict[str, Any]:
-        windows = Counter(self.model.layer_windows)
+        windows = Counter(self.layer_windows)
         if all(window is None or window >= self.seq_len for window in windows):
             return super().attention_call
         own = {"windows": dict(windows), "exchange": self.attention.exchange}

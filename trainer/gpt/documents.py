@@ -7,13 +7,14 @@ One of more than T is cut into pieces of T, and of what is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Integer
 
 from startrail_jax.errors import InputError
+from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import PADDING, TokenBatch
 from trainer.gpt.corpus import Stream
 
@@ -98,6 +99,25 @@ def text_documents(
         return streams[stream].read(start, start + length + 1), True
 
     return TokenDocuments(lengths=np.ascontiguousarray(pieces[:, 2]), read=read)
+
+
+def first_lengths(
+    stream: Stream, end_of_document: int | None, longest: int, *, begins_too: bool = False
+) -> Int64[np.ndarray, " documents"]:
+    """Lengths of the documents among the first tokens of a stream; see `text_documents`."""
+    first = replace(stream, tokens=stream.tokens[:SCANNED_TOKENS])
+    return _pieces(first, 0, _ends(first, end_of_document, begins_too), longest)[:, 2]
+
+
+def hint(lengths: Integer[np.ndarray, " documents"], seq_len: int, layout: Layout) -> str:
+    """What the log says about rows of such documents that devices share; "" for nothing."""
+    share = layout.padded_length(seq_len) // layout.degree
+    alone = lengths[lengths <= share].sum() / max(lengths.sum(), 1)
+    if layout.degree == 1 or alone < 0.01:
+        return ""
+    return (
+        f"; with --data.batches documents, {alone:.0%} of the tokens would not leave their device"
+    )
 
 
 def _pieces(

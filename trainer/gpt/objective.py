@@ -17,6 +17,7 @@ from models.gpt import GPT
 from models.hooks import Hooks
 from models.lora import add_adapters
 from models.rope import Rope
+from startrail_jax.planner.layers import shortest
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import TokenBatch
@@ -40,10 +41,14 @@ class NextToken(Objective):
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
-        return sizes_in(self._config)
+        windows = shortest(self._config.layer_windows)
+        return dataclasses.replace(sizes_in(self._config), windows=windows)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
-        return make_gpt(self._config.model, self._config.lora, attention_fn, hooks, rngs)
+        config = self._config
+        # A window of all layers is that of the attention.
+        windows = (None,) if config.model.windows is None else config.layer_windows
+        return make_gpt(config.model, config.lora, attention_fn, hooks, rngs, windows=windows)
 
     def batch_shapes(self, layout: Layout) -> TokenBatch:
         shape = (self._config.batch_size, layout.padded_length(self._config.seq_len))
@@ -77,9 +82,11 @@ def make_gpt(
     attention_fn: Callable[..., Array],
     hooks: Hooks,
     rngs: nnx.Rngs,
+    **others: Any,
 ) -> GPT:
-    """The model of a run, with its adapters if it has some."""
-    gpt = GPT(**model_arguments(model), attention_fn=attention_fn, hooks=hooks, rngs=rngs)
+    """The model of a run, with its adapters if it has some; `others` are arguments of `GPT`."""
+    arguments = model_arguments(model) | others
+    gpt = GPT(**arguments, attention_fn=attention_fn, hooks=hooks, rngs=rngs)
     if lora.rank is not None:
         add_adapters(
             gpt,

@@ -16,7 +16,7 @@ from startrail_jax.errors import InputError
 from trainer.data.documents import Document
 from trainer.data.remote import holds_tokens
 from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
-from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions, attention_of
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
 from trainer.gpt.lora import restore_model
@@ -59,7 +59,7 @@ def sample_text(
     prompt = prompt_tokens(tokenizer, options, session, template)
     generator = Generator(
         config.model,
-        st.Attention(session.mesh, causal=True, **config.attention_of_model),
+        st.Attention(session.mesh, causal=True, **attention_of(config.model)),
         sampling,
         lora=config.lora,
         zero=options.zero,
@@ -267,7 +267,7 @@ def continue_text(
     config: Any = program.config
     generator = Generator(
         config.model,
-        program.attention,
+        dataclasses.replace(program.attention, window=config.model.window),
         Sampling(temperature=config.temperature, seed=config.seed),
         lora=config.lora,
         zero=config.zero,

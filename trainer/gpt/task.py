@@ -83,7 +83,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.data.remote import with_copies
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
-        from trainer.gpt.documents import text_documents
+        from trainer.gpt.documents import first_lengths, hint, text_documents
 
         # Beside the run, so that the next run finds the copies and the tokens too.
         data = with_copies(config.data, config.run_dir.parent)
@@ -108,7 +108,10 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         documents = None
         if config.whole_documents:
             documents = text_documents(corpus.train, end, config.seq_len, begins_too=begins_too)
-        elif train.is_filled:
+        elif data.mask_documents:
+            lengths = first_lengths(corpus.train[0], end, config.seq_len, begins_too=begins_too)
+            description += hint(lengths, config.seq_len, layout)
+        if documents is None and train.is_filled:
             longest = max(map(len, corpus.train))
             warnings.warn(
                 f"What there is to train on is shorter than a sequence: at most {longest:,} "
@@ -122,7 +125,13 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             train=train,
             held_out=held_out,
             documents=documents,
-            collate=partial(collate, layout=layout, end_of_document=end, begins_too=begins_too),
+            collate=partial(
+                collate,
+                layout=layout,
+                end_of_document=end,
+                begins_too=begins_too,
+                longest=data.longest_document,
+            ),
             description=description,
         )
 

@@ -30,6 +30,7 @@ from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_ro
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import Corpus, Stream, check_effects, described, find_parts, open_text
+from trainer.gpt.documents import hint
 from trainer.gpt.encoding import (
     Text,
     TextTokenizer,
@@ -90,9 +91,13 @@ def open_examples(
     for part, source in zip(parts, sources, strict=True):
         if isinstance(text.tokenizer, FileTokenizer):
             text.tokenizer.check_largest(int(part.tokens.max()), source.name)
-        rows.append(PackedExamples(part, seq_len, name=source.name))
+        longest = config.longest_document
+        rows.append(PackedExamples(part, seq_len, name=source.name, longest=longest))
         streams.append(Stream(name=source.name, tokens=part.tokens, vocab_size=vocab_size))
-        counts.append(_describe(part, rows[-1]))
+        flag = "--seq-len" if longest is None else "--data.longest-document"
+        counts.append(_describe(part, rows[-1], flag))
+    documents = rows[0].documents if config.batches == "documents" else None
+    in_rows = documents is None and config.mask_documents
     tokenizer = text.tokenizer
     corpus = Corpus(
         train=(streams[0],),
@@ -101,12 +106,12 @@ def open_examples(
         unit=tokenizer.unit,
         decode=tokenizer.decode,
         description=described(files, validation, counts)
-        + f"; completions end with {_name_of_end(tokenizer)}",
+        + f"; completions end with {_name_of_end(tokenizer)}"
+        + (hint(rows[0].lengths, seq_len, layout) if in_rows else ""),
         digest=_hash([DIGEST, text.digest], template)[:16],
         tokens=tokens,
     )
     collate = partial(collate_rows, layout=layout, mask_documents=config.mask_documents)
-    documents = rows[0].documents if config.batches == "documents" else None
     return TextDataset.of(
         corpus, train=rows[0], held_out=rows[1], documents=documents, collate=collate
     )
@@ -244,10 +249,10 @@ def _name_of_end(tokenizer: TextTokenizer) -> str:
     return f"the byte {end}" if end < 256 else f"id {end}"
 
 
-def _describe(part: EncodedExamples, rows: PackedExamples) -> str:
-    cut = f", {rows.num_cut:,} of which lose their end to --seq-len" if rows.num_cut else ""
+def _describe(part: EncodedExamples, rows: PackedExamples, flag: str) -> str:
+    cut = f", {rows.num_cut:,} of which lose their end to {flag}" if rows.num_cut else ""
     if rows.num_left_out:
-        cut += f", {rows.num_left_out:,} left out, whose answers begin after --seq-len"
+        cut += f", {rows.num_left_out:,} left out, whose answers begin after {flag}"
     return (
         f"{len(part.ends):,} examples{cut}, {len(part.tokens):,} tokens, {rows.num_counted:,} of "
         f"them counted, in {len(rows):,} rows ({rows.share_of_padding:.0%} padding)"

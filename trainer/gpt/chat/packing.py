@@ -1,7 +1,7 @@
 """Rows of whole examples, and batches of them, in which only what is counted has a weight.
 
 A row has T + 1 tokens: examples one after another, as many as fit, and padding. An example is in
-one row; it loses its end if it is longer than a row. Examples keep their order, so that a row is
+one row; it loses its end if it is too long. Examples keep their order, so that a row is
 found by its number without reading others.
 """
 
@@ -45,42 +45,46 @@ class Row(NamedTuple):
 class PackedExamples:
     """Rows of examples, by their number: a `trainer.data.dataset.Source`."""
 
-    def __init__(self, part: EncodedExamples, seq_len: int, *, name: str) -> None:
+    def __init__(
+        self, part: EncodedExamples, seq_len: int, *, name: str, longest: int | None = None
+    ) -> None:
         """Decides which examples share a row.
 
         Args:
             part: the examples.
             seq_len: T.
             name: where the examples are from, for errors.
+            longest: largest number of tokens of an example; None for T.
 
         Raises:
             ValueError: if no token counts that fits a row.
         """
         self._part = part
         self._length = seq_len + 1
+        most, flag = (self._length, "seq_len") if longest is None else (longest, "longest_document")
         lengths = np.diff(part.ends, prepend=0)
         self._starts = part.ends - lengths
-        cut = np.flatnonzero(lengths > self._length).tolist()
-        useless = [i for i in cut if not self._counted(i, self._length)[1:].any()]
+        cut = np.flatnonzero(lengths > most).tolist()
+        useless = [i for i in cut if not self._counted(i, most)[1:].any()]
         self.num_cut, self.num_left_out = len(cut) - len(useless), len(useless)
-        """Number of examples that lose their end, and of those left out, as nothing before the end
-        of a row counts."""
+        """Number of examples that lose their end, and of those left out, as nothing before that
+        counts."""
         self._examples = np.delete(np.arange(len(lengths)), useless)
         """The numbers of the examples in the rows."""
-        self.lengths = np.minimum(lengths, self._length)[self._examples]
+        self.lengths = np.minimum(lengths, most)[self._examples]
         """Number of tokens of each example in the rows."""
         self._firsts = _first_of_rows(np.cumsum(self.lengths), self._length)
         self.share_of_padding = 1 - self.lengths.sum() / max(len(self) * self._length, 1)
         """Fraction of the tokens of all rows that are padding."""
-        lost = sum(np.count_nonzero(self._counted(i)[self._length :]) for i in cut)
-        lost += sum(np.count_nonzero(self._counted(i, self._length)) for i in useless)
+        lost = sum(np.count_nonzero(self._counted(i)[most:]) for i in cut)
+        lost += sum(np.count_nonzero(self._counted(i, most)) for i in useless)
         self.num_counted = int(np.count_nonzero(part.counted)) - lost
         """Number of tokens in the rows that the loss counts."""
         if not len(self):
             raise InputError(
                 f"A row must hold something that the loss counts; got examples of {name!r} of "
                 f"{lengths.min(initial=0)} to {lengths.max(initial=0)} tokens whose answers all "
-                f"begin after seq_len={seq_len}. Use a longer --seq-len."
+                f"begin after {flag}={longest or seq_len}. Increase it."
             )
 
     def _counted(self, example: int, length: int | None = None) -> Integer[np.ndarray, " n"]:
