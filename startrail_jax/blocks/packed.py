@@ -114,7 +114,8 @@ def attend(
             level: _Level = level, segments: Segments = segments, places: _Places = places
         ) -> tuple[Array, ...]:
             rows, keys, values = map(level.shaped, (q, k, v))
-            here, stats = kernels.attend(rows, keys, values, scale, True, window, segments)
+            seen = level.window(window)
+            here, stats = kernels.attend(rows, keys, values, scale, True, seen, segments)
             return level.restored(here, b, t), places.to_tokens(stats, b, t)
 
         out, lse = _where_any(segments, visit, places, (out, lse))
@@ -173,8 +174,9 @@ def gradients(
         ) -> tuple[Array, ...]:
             rows, keys, values, out_rows, dout_rows = map(level.shaped, (q, k, v, out, dout))
             stats = places.to_segments(lse)
+            seen = level.window(window)
             grads = kernels.gradients(
-                rows, keys, values, stats, out_rows, dout_rows, scale, True, window, segments
+                rows, keys, values, stats, out_rows, dout_rows, scale, True, seen, segments
             )
             return tuple(level.restored(dx, b, t) for dx in grads)
 
@@ -197,6 +199,10 @@ class _Level(NamedTuple):
     def holds(self, lengths: Int32[Array, " documents"]) -> Bool[Array, " documents"]:
         """Whether each document is one of the level, by its length."""
         return (lengths > self.shorter) & (lengths <= self.size)
+
+    def window(self, window: int) -> int:
+        """The window of the call; 0 where no document is longer than that."""
+        return window if window < self.size else 0
 
     def shaped(self, x: Shaped[Array, "b t n h"]) -> Shaped[Array, "_ _ n h"]:
         """An array as the kernel gets it."""

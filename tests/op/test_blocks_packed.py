@@ -72,6 +72,18 @@ def test_documents_in_16_bits(in_order, tiles):
     assert bool(tiles) != in_order
 
 
+def test_documents_no_longer_than_the_window_are_called_without_one(monkeypatch):
+    calls = []
+    fake_cudnn.install(monkeypatch, calls)
+    fake_cudnn.short_levels(monkeypatch)
+    check(Case(degrees=Degrees(), mask="packed_window", backend="cudnn", tokens=48))
+    jax.effects_barrier()
+    jax.clear_caches()
+    seen = {tokens: window for _, (tokens, _, window) in calls}
+    assert min(seen) < 11 < max(seen)
+    assert seen == {tokens: tokens <= 11 or 11 for tokens in seen}
+
+
 def padded_inside(problem):
     ids = np.zeros_like(problem.query_ids)
     ids[0, 15] = -1
