@@ -162,17 +162,29 @@ def mesh_crossing(
             f"devices_per_node needs a mesh of devices; got devices_per_node={devices_per_node!r} "
             "and an abstract mesh. Leave it out."
         )
-    devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
-    node = dict(zip(devices, nodes_of(devices, devices_per_node), strict=True))
-    grid = np.array([node[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
-    across = []
+    grid, across = mesh_nodes(mesh, devices_per_node), []
     for role in ROLES:
         axis = axes[role]
         dims = [mesh.axis_names.index(name) for name in axis.names]
         last = np.moveaxis(grid, dims, range(-len(dims), 0)) if dims else grid[..., None]
         if _varies(last.reshape(-1, axis.degree, axis.stride), 1):
             across.append(role)
-    return len(set(node.values())), tuple(across)
+    return len(np.unique(grid)), tuple(across)
+
+
+def mesh_nodes(mesh: Mesh, devices_per_node: int | None = None) -> np.ndarray:
+    """The node of each device of a mesh, in an array of its shape.
+
+    Args:
+        mesh: the mesh.
+        devices_per_node: as in `mesh_crossing`.
+
+    Raises:
+        ValueError: if `devices_per_node` does not divide the number of devices.
+    """
+    devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
+    node = dict(zip(devices, nodes_of(devices, devices_per_node), strict=True))
+    return np.array([node[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
 
 
 def slowest_first(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

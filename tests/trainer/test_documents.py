@@ -19,7 +19,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.masks import Window
 from startrail_jax.tokens.layout import Layout
 from tests.faults import failures
-from trainer.config import AttentionConfig, OptimizerConfig
+from trainer.config import AttentionConfig, MeshConfig, OptimizerConfig
 from trainer.data.batches import PartBatches, place
 from trainer.data.dataset import Dataset
 from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
@@ -31,6 +31,7 @@ from trainer.gpt.lora import restore_model
 from trainer.gpt.objective import NextToken
 from trainer.gpt.task import GPTTask
 from trainer.parallel.checks import make_attention
+from trainer.parallel.splits import make_parts
 from trainer.parallel.step import Program
 
 LONGEST = 96
@@ -369,6 +370,22 @@ def test_two_processes_train_as_one_device_on_single_rows(tmp_path, changes):
     first = jax.device_get(program.initialise())
     wanted, expected = single_row_steps(config, first, batches, data.documents)
     assert_same_training((losses, weights), (wanted, expected.model))
+
+
+@pytest.mark.parametrize(
+    ("per_node", "expected"),
+    [(None, st.Degrees(data=2, head=4)), (2, st.Degrees(data=2, ring=2, head=2))],
+)
+def test_rows_on_several_nodes_have_the_degrees_of_the_fewest_bytes_between_nodes(
+    per_node, expected
+):
+    """A device receives least with Ulysses, but nodes send each other less in a ring."""
+    model = dataclasses.replace(CONFIG.model, heads=32, kv_heads=8)
+    nodes = MeshConfig(devices_per_node=per_node)
+    program = make_program(st.Degrees(ring=8), model=model, mesh=nodes)
+    _, attentions = make_parts(program.config, program.attention, program.objective)
+    found = {x.degrees.sequence: x.degrees for x in attentions}
+    assert (found[2], found[4]) == (st.Degrees(data=4, ring=2), expected)
 
 
 @pytest.mark.parametrize("order", ["rings_inside", "collectives_inside", "context_first"])

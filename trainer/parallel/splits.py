@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from startrail_jax.analysis.algorithms import GLOO, NCCL, Algorithm
 from startrail_jax.analysis.cost import communication
+from startrail_jax.analysis.ports import messages
 from startrail_jax.analysis.settings import legal_degrees
 from startrail_jax.attention import Attention
+from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
-from startrail_jax.devices.nodes import slowest_first
+from startrail_jax.devices.nodes import mesh_nodes, slowest_first
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.data.parts import DeviceSplit, Parts
@@ -32,7 +35,8 @@ def make_parts(
 
     The longest document takes all devices along the sequence, so that a share is what a device
     holds of a row of `config.num_tokens`. The split of so many devices has the degrees of the mesh.
-    For each smaller number that divides the devices there is one with the fewest bytes.
+    For each smaller number that divides the devices there is one: that of the fewest bytes through
+    the busiest port of a node and, of several such, that of the fewest bytes of a device.
 
     Args:
         config: batch, sizes and mesh of the run.
@@ -45,6 +49,9 @@ def make_parts(
     devices = math.prod(mesh.shape[name] for name in names)
     longest = attention.degrees.sequence
     share = attention.layout.padded_length(config.num_tokens) // longest
+    dims = [mesh.axis_names.index(name) for name in names]
+    nodes = np.moveaxis(mesh_nodes(mesh, config.mesh.devices_per_node), dims, range(len(dims)))
+    algorithms = GLOO if device_kind(mesh)[0] == "cpu" else NCCL
     splits, attentions = [], []
     for c in range(1, longest + 1):
         if devices % c:
@@ -52,7 +59,7 @@ def make_parts(
         if c == longest:
             of_split, places = attention, _places(attention, names)
         else:
-            degrees = _degrees(c, devices, config, attention.degrees)
+            degrees = _degrees(nodes.reshape(devices // c, -1), config, attention, algorithms)
             kind = attention.layout.kind
             of_split = dataclasses.replace(
                 attention, axis=names, degrees=degrees, axis_names=None, layout=kind
@@ -109,21 +116,38 @@ def _places(attention: Attention, names: Sequence[str]) -> tuple[tuple[int, int]
     return tuple(zip(rows.ravel().tolist(), rank.ravel().tolist(), strict=True))
 
 
-def _degrees(c: int, devices: int, config: TrainConfig, of_mesh: Degrees) -> Degrees:
-    """The degrees of a split with the fewest bytes, among those that the heads allow."""
-    model, chunks = config.model, config.attention.head_chunks
+def _degrees(
+    nodes: np.ndarray,
+    config: TrainConfig,
+    attention: Attention,
+    algorithms: Mapping[str, Algorithm],
+) -> Degrees:
+    """The degrees of a split with the fewest bytes, among those that the heads allow.
+
+    Args:
+        nodes: the node of each device [rows, devices of a row].
+        config: model and options of the run.
+        attention: the attention of the mesh.
+        algorithms: how collectives are divided into messages.
+    """
+    model, chunks, tensor = config.model, config.attention.head_chunks, attention.degrees.tensor
+    c = nodes.shape[1] // tensor
+    # Rows whose devices lie alike on nodes send alike.
+    places = {tuple(np.unique(row, return_inverse=True)[1].tolist()) for row in nodes}
     call: dict[str, Any] = {
         **{name: getattr(model, name) for name in ("heads", "kv_heads")},
         **{"batch": 1, "seq_len": 2 * c, "causal": True, "layout": "zigzag"},
     }
     settings = [
         degrees
-        for degrees in legal_degrees(c * of_mesh.tensor, given={"tensor": of_mesh.tensor}, **call)
+        for degrees in legal_degrees(c * tensor, given={"tensor": tensor}, **call)
         if max(model.kv_heads // (degrees.head * degrees.tensor), 1) % chunks == 0
     ]
 
-    def received(degrees: Degrees) -> tuple[int, bool, int]:
-        sent = communication(degrees, head_dim=model.head_dim, dtype=model.dtype, **call)
-        return sent.total.received_bytes, degrees.ring == 1, degrees.ring
+    def received(degrees: Degrees) -> tuple[int, int, bool, int]:
+        sent = communication(degrees, head_dim=model.head_dim, dtype=model.dtype, **call).total
+        found = messages(degrees, sent.transfers, algorithms)
+        port = max(found.through(place).port_bytes for place in places)
+        return port, sent.received_bytes, degrees.ring == 1, degrees.ring
 
-    return dataclasses.replace(min(settings, key=received), data=devices // c)
+    return dataclasses.replace(min(settings, key=received), data=len(nodes))
