@@ -88,13 +88,13 @@ def open_examples(
         _check_beginning(parts, config, text.tokenizer)
     sources = (files, validation or files)
     rows, streams, counts = [], [], []
+    longest = config.longest_document
+    flag = "--seq-len" if longest is None else "--data.longest-document"
     for part, source in zip(parts, sources, strict=True):
         if isinstance(text.tokenizer, FileTokenizer):
             text.tokenizer.check_largest(int(part.tokens.max()), source.name)
-        longest = config.longest_document
         rows.append(PackedExamples(part, seq_len, name=source.name, longest=longest))
         streams.append(Stream(name=source.name, tokens=part.tokens, vocab_size=vocab_size))
-        flag = "--seq-len" if longest is None else "--data.longest-document"
         counts.append(_describe(part, rows[-1], flag))
     documents = rows[0].documents if config.batches == "documents" else None
     in_rows = documents is None and config.mask_documents

@@ -1,8 +1,8 @@
 """Rows of whole examples, and batches of them, in which only what is counted has a weight.
 
 A row has T + 1 tokens: examples one after another, as many as fit, and padding. An example is in
-one row; it loses its end if it is too long. Examples keep their order, so that a row is
-found by its number without reading others.
+one row; it loses its end if it is too long. Examples keep their order, so that a row is found by
+its number without reading others.
 """
 
 from __future__ import annotations
