@@ -23,12 +23,11 @@ from startrail_jax.calls.arguments import Arguments
 from startrail_jax.calls.score_checks import check_per_head
 from startrail_jax.calls.validation import check_decode, check_shardings, check_update, check_whole
 from startrail_jax.devices.axes import flat_axis
-from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
-from startrail_jax.masks import Mask
+from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.rings import collectives
 from startrail_jax.rings.sizes import check_heads
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.tokens.layout import Layout
+from startrail_jax.shapes import EMPTY, KeyShard, LseShard, QueryShard, ValueShard
+from startrail_jax.tokens.layout import Runs
 from startrail_jax.xla.varying import alike
 
 
@@ -49,9 +48,14 @@ class Decoding(Arguments):
         """Computes the attention of new tokens to a cache that is sharded over the sequence axes.
 
         The result is that of a call with the whole sequence: each token attends to itself and to
-        all tokens before it. Each device attends to its own slots, and the float32 results are
-        merged: see `startrail_jax.cache.sharded_decode`. The traffic does not depend on the length
-        of the cache.
+        all tokens before it. Each of the P sequence devices r attends to its own slots, in float32,
+        and the results are merged:
+
+            L = log sum_r exp(lse_r),    out = sum_r exp(lse_r - L) out_r
+
+        This takes two all_reduces, of one and of v + 1 float32 numbers for each query of each head.
+        A device receives 2 (P - 1) / P * 4 * b * t * n * (v + 2) bytes, whatever the length of the
+        cache.
 
         Args:
             query: [batch, new, heads, head_dim] sharded as `decode_spec(heads)`, replicated over
@@ -121,20 +125,55 @@ class Decoding(Arguments):
             layout=self.layout,
             slots=key_cache.shape[1] * self.degrees.sequence,
         )
-        return sharded_decode(
-            query,
-            key_cache,
-            value_cache,
-            positions,
-            layout=self.layout,
-            ranks=flat_axis(self.axes, SEQUENCE_ROLES),
-            # Positions are int32, also those beyond the slots.
-            mask=self.resolved_mask.within(2**31),
-            scale=self.scale,
-            softcap=self.softcap,
-            sinks=sinks,
-            slopes=slopes,
-        )
+        out, lse = self._attend_slots(query, key_cache, value_cache, positions, slopes)
+        ranks = flat_axis(self.axes, SEQUENCE_ROLES)
+        highest = collectives.maximum(lse, ranks)
+        # In a row that is EMPTY everywhere, all weights are 1 and scale outputs of 0.
+        weights = rows(jnp.exp(lse - highest))
+        both = collectives.total(jnp.concatenate([out * weights, weights], axis=-1), ranks)
+        total = both[..., -1:]
+        if sinks is not None:
+            total += rows(jnp.exp(sinks.astype(jnp.float32)[None, :, None] - highest))
+        return (both[..., :-1] / total).astype(query.dtype)
+
+    def _attend_slots(
+        self,
+        q: QueryShard,
+        k: KeyShard,
+        v: ValueShard,
+        positions: Int32[Array, "b t"],
+        slopes: Float[Array, " n"] | None,
+    ) -> tuple[Float32[Array, "b t n v"], LseShard]:
+        """Dense attention to those of this device's slots that are visible, all in float32."""
+        batch, length, heads, head_dim = q.shape
+        slots = self._positions_of_slots(k.shape[1]).vector()
+        # Positions are int32, also those beyond the slots.
+        mask = self.resolved_mask.within(2**31)
+        groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
+        factor = head_dim**-0.5 if self.scale is None else self.scale
+        visible = mask.visible(positions[:, :, None], slots[None, None, :])[:, None, None]
+        logits, _ = cap_logits(_dot("btkgh,bskh->bkgts", groups, k) * factor, self.softcap)
+        if slopes is not None:
+            far = jnp.abs(positions[:, :, None] - slots[None, None]).astype(jnp.float32)
+            far = far[:, None, None]
+            logits -= slopes.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1) * far
+        logits = jnp.where(visible, logits, EMPTY)
+        highest = logits.max(-1, keepdims=True)
+        # In a row that sees no slot, every logit is EMPTY, and its weights must be 0 all the same.
+        weights = jnp.where(visible, jnp.exp(logits - highest), 0.0)
+        total = weights.sum(-1, keepdims=True)
+        # Slots that no query sees may hold anything, and a weight of 0 times NaN is NaN.
+        v = jnp.where(visible.any((1, 2, 3))[..., None, None], v, 0)
+        # The total of a row that sees a slot is at least 1.
+        out = _dot("bkgts,bskv->btkgv", weights / jnp.maximum(total, 1.0), v)
+        lse = jnp.where(total > 0, highest + jnp.log(jnp.maximum(total, 1.0)), EMPTY)
+        out = out.reshape(batch, length, heads, v.shape[-1])
+        return out, lse.reshape(batch, heads, length)
+
+    def _positions_of_slots(self, slots: int) -> Runs:
+        """The positions of this device's slots."""
+        rank = collectives.index(flat_axis(self.axes, SEQUENCE_ROLES))
+        return self.layout.unit_positions(slots * self.layout.degree, rank, 1)
 
     def _decode_on_device(
         self,
@@ -165,7 +204,7 @@ class Decoding(Arguments):
         Args:
             cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`. It is written
                 in place in a `jit` to which it is donated (`donate_argnums`), and in a loop that
-                carries it.
+                carries it; on CPUs, which have no 16-bit floats, only if it is float32.
             new: [batch, new, kv_heads, head_dim], sharded like the cache, but replicated over the
                 sequence axes.
             positions: int32 [batch, new], distinct in each row. Positions outside the cache are not
@@ -212,8 +251,18 @@ class Decoding(Arguments):
             slots=cache.shape[-3] * self.degrees.sequence,
             layers=layer is not None,
         )
-        ranks = flat_axis(self.axes, SEQUENCE_ROLES)
-        return write_slots(cache, new, positions, layout=self.layout, ranks=ranks, layer=layer)
+        length = cache.shape[-3]
+        runs = self._positions_of_slots(length)
+        # An index past the end is not written.
+        slots = jnp.full_like(positions, length)
+        for i, start in enumerate(runs.starts):
+            slot = positions - start
+            inside = (slot >= 0) & (slot < runs.length)
+            slots = jnp.where(inside, i * runs.length + slot, slots)
+        batch = jnp.arange(cache.shape[-4])[:, None]
+        cache, new, slots = alike(cache, new.astype(cache.dtype), slots)
+        index = (batch, slots) if layer is None else (layer, batch, slots)
+        return cache.at[index].set(new, mode="drop")
 
     def decode_spec(self, heads: int) -> PartitionSpec:
         """PartitionSpec of the queries and outputs of `decode`: [batch, new, heads, head_dim].
@@ -260,136 +309,5 @@ def _update(attention: Decoding, specs: tuple[PartitionSpec, ...], *arrays: Arra
     )(*arrays)
 
 
-def sharded_decode(
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
-    positions: Int32[Array, "b t"],
-    *,
-    layout: Layout,
-    ranks: Axis,
-    mask: Mask,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
-    slopes: Float[Array, " n"] | None = None,
-) -> OutShard:
-    """Computes the attention of new tokens, which all P devices along `ranks` hold, to all slots.
-
-    Each device r attends to its own slots, in float32, and the results are merged:
-
-        L = log sum_r exp(lse_r),    out = sum_r exp(lse_r - L) out_r
-
-    This takes two all_reduces, of one and of v + 1 float32 numbers for each query of each head. A
-    device receives 2 (P - 1) / P * 4 * b * t * n * (v + 2) bytes, whatever the length of the cache.
-
-    Args:
-        q: the new tokens, replicated over `ranks`.
-        k, v: this device's slots.
-        positions: positions of the new tokens. Each token sees the slots up to its own position
-            that the mask shows; a token at a negative position sees no slot.
-        layout: the placement of the slots.
-        ranks: the flat sequence axis, over (ring, group, team, head).
-        mask: which position sees which; it must be causal.
-        scale: factor of the logits; None for head_dim ** -0.5.
-        softcap: cap of the logits; None for none.
-        sinks: a logit for each head, which counts in the denominator; None for none.
-        slopes: the ALiBi slope of each head; None for none.
-
-    Returns:
-        out in the dtype of q, replicated over `ranks`; 0 where no slot is visible.
-    """
-    slots = _slot_positions(layout, ranks, k.shape[1])
-    out, lse = _attend_slots(q, k, v, positions, slots, mask, scale, softcap, slopes)
-    highest = collectives.maximum(lse, ranks)
-    # In a row that is EMPTY everywhere the weights are 1, and the outputs that they scale are 0.
-    weights = rows(jnp.exp(lse - highest))
-    both = collectives.total(jnp.concatenate([out * weights, weights], axis=-1), ranks)
-    total = both[..., -1:]
-    if sinks is not None:
-        total += rows(jnp.exp(sinks.astype(jnp.float32)[None, :, None] - highest))
-    return (both[..., :-1] / total).astype(q.dtype)
-
-
-def _attend_slots(
-    q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
-    positions: Int32[Array, "b t"],
-    slots: Int32[Array, " s"],
-    mask: Mask,
-    scale: float | None,
-    softcap: float | None,
-    slopes: Float[Array, " n"] | None,
-) -> tuple[Float32[Array, "b t n v"], LseShard]:
-    """Dense attention to those of this device's slots that are visible, all in float32."""
-    batch, length, heads, head_dim = q.shape
-    groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
-    factor = head_dim**-0.5 if scale is None else scale
-    visible = mask.visible(positions[:, :, None], slots[None, None, :])[:, None, None]
-    logits, _ = cap_logits(_dot("btkgh,bskh->bkgts", groups, k) * factor, softcap)
-    if slopes is not None:
-        far = jnp.abs(positions[:, :, None] - slots[None, None]).astype(jnp.float32)[:, None, None]
-        logits -= slopes.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1) * far
-    logits = jnp.where(visible, logits, EMPTY)
-    highest = logits.max(-1, keepdims=True)
-    # In a row that sees no slot, every logit is EMPTY, and its weights must be 0 all the same.
-    weights = jnp.where(visible, jnp.exp(logits - highest), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    # Slots that no query sees may hold anything, and a weight of 0 times NaN is NaN.
-    v = jnp.where(visible.any((1, 2, 3))[..., None, None], v, 0)
-    # The total of a row that sees a slot is at least 1.
-    out = _dot("bkgts,bskv->btkgv", weights / jnp.maximum(total, 1.0), v)
-    lse = jnp.where(total > 0, highest + jnp.log(jnp.maximum(total, 1.0)), EMPTY)
-    out = out.reshape(batch, length, heads, v.shape[-1])
-    return out, lse.reshape(batch, heads, length)
-
-
 def _dot(formula: str, x: Float32[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
     return jnp.einsum(formula, x, y.astype(jnp.float32), precision="highest")
-
-
-def write_slots(
-    cache: Float[Array, "..."],
-    new: Float[Array, "b t k h"],
-    positions: Int32[Array, "b t"],
-    *,
-    layout: Layout,
-    ranks: Axis,
-    layer: Int32[Array, ""] | int | None = None,
-) -> Float[Array, "..."]:
-    """Replaces the slots of `positions` that this device has; nothing is sent.
-
-    XLA writes in place if the cache is donated, or carried by a loop. On CPUs, which have no 16-bit
-    floats, XLA writes in place only for a cache of float32.
-
-    Args:
-        cache: this device's slots [b s k h], or those of all layers, [layers b s k h].
-        new: keys or values of the new tokens, replicated over `ranks`.
-        positions: positions of the new tokens, distinct in each row. Positions outside the cache,
-            such as negative positions, are not written.
-        layout: the placement of the slots.
-        ranks: the flat sequence axis, over (ring, group, team, head).
-        layer: the layer whose slots are written, if the cache has those of all layers.
-
-    Returns:
-        The cache.
-    """
-    length = cache.shape[-3]
-    runs = layout.unit_positions(length * layout.degree, collectives.index(ranks), 1)
-    # An index past the end is not written.
-    slots = jnp.full_like(positions, length)
-    for i, start in enumerate(runs.starts):
-        slot = positions - start
-        inside = (slot >= 0) & (slot < runs.length)
-        slots = jnp.where(inside, i * runs.length + slot, slots)
-    batch = jnp.arange(cache.shape[-4])[:, None]
-    cache, new, slots = alike(cache, new.astype(cache.dtype), slots)
-    index = (batch, slots) if layer is None else (layer, batch, slots)
-    return cache.at[index].set(new, mode="drop")
-
-
-def _slot_positions(layout: Layout, ranks: Axis, slots: int) -> Int32[Array, " s"]:
-    """Position of each of this device's slots."""
-    rank = collectives.index(ranks)
-    return layout.unit_positions(slots * layout.degree, rank, 1).vector()
