@@ -62,16 +62,6 @@ class AxisNames:
         return cls(**{k: v if isinstance(v, str) else tuple(v) for k, v in (names or {}).items()})
 
 
-# Names that other programs give to axes of these roles, for the message of `check_sequence_axis`.
-_OTHER_NAMES = {
-    "data": ("dp", "fsdp", "batch", "replica", "ddp", "hsdp", "x"),
-    "tensor": ("tp", "model", "mp", "y"),
-    "head": ("ulysses", "heads", "up"),
-    "team": ("teams",),
-    "group": ("groups",),
-}
-
-
 def check_sequence_axis(
     mesh: Mesh | AbstractMesh, names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
 ) -> None:
@@ -83,22 +73,15 @@ def check_sequence_axis(
 
     Raises:
         ValueError: if the mesh has several devices and no axis of a sequence role, and `names` maps
-            nothing. The message gives the mapping that is probably meant.
+            nothing.
     """
     if mesh.size == 1 or set(SEQUENCE_ROLES) & set(mesh.axis_names) or names:
         return
-    guess: dict[str, str] = {}
-    for name in mesh.axis_names:
-        role = next((role for role, others in _OTHER_NAMES.items() if name in others), "ring")
-        guess.setdefault(name if name in ROLES else role, name)
-    if not set(guess) & set(SEQUENCE_ROLES):
-        guess["ring"] = guess.pop(next(iter(guess)))
-    meant = {role: name for role, name in guess.items() if role != name}
     raise InputError(
         f"A mesh of several devices needs an axis that shards the sequence, {SEQUENCE_ROLES}; got "
-        f"the axes {dict(mesh.shape)}, of which none does. Say which axis plays which role, "
-        f"probably axis_names={meant}; or pass axis_names=AxisNames() to have every device work on "
-        "whole sequences."
+        f"the axes {dict(mesh.shape)}, of which none does. Say which axis plays which role, such "
+        f"as axis_names={{'ring': {mesh.axis_names[-1]!r}}}; or pass axis_names=AxisNames() to "
+        "have every device work on whole sequences."
     )
 
 

@@ -105,7 +105,7 @@ class Degrees:
         Raises:
             ValueError: if `head` does not divide `sequence`.
         """
-        _check_divides(sequence, "head", head, head)
+        _check_divides(sequence, "head", head)
         return cls(data=data, ring=sequence // head, head=head, tensor=tensor)
 
     @classmethod
@@ -118,11 +118,11 @@ class Degrees:
         sub-rings are then of `sequence / (head * c^2)` devices.
 
         Raises:
-            ValueError: if `head * c^2` does not divide `sequence`. The message names the nearest
-                values that do.
+            ValueError: if `head * c^2` does not divide `sequence`. The message names the values
+                that do.
         """
-        _check_divides(sequence, "head", head, head)
-        _check_divides(sequence // head, "c", c, c * c)
+        _check_divides(sequence, "head", head)
+        _check_divides(sequence // head, "c", c)
         return cls(
             data=data,
             group=c,
@@ -148,25 +148,15 @@ def check_degrees(degrees: Any) -> None:
     )
 
 
-def _check_divides(sequence: int, name: str, value: int, block: int) -> None:
-    """Raises unless `block`, which is `value` or its square, divides `sequence`."""
-    if value >= 1 and sequence >= 1 and sequence % block == 0:
+def _check_divides(sequence: int, name: str, value: int) -> None:
+    """Raises unless a head degree, or the square of c, divides `sequence`."""
+    power = 2 if name == "c" else 1
+    valid = [d for d in range(1, sequence + 1) if sequence % d**power == 0]
+    if value in valid:
         return
-    square = block != value or name == "c"
-    rule = f"{name}^2" if square else name
-    power = 2 if square else 1
-    valid = [d for d in range(1, max(sequence, 1) + 1) if sequence % d**power == 0]
-    below = [d for d in valid if d <= value][-2:]
-    above = [d for d in valid if d > value][:2]
-    near = ", ".join(f"{name}={d}" for d in below + above)
-    lengths = ""
-    if value >= 1:
-        lower = sequence // block * block
-        sizes = [size for size in (lower, lower + block) if size > 0]
-        lengths = f", or {' or '.join(map(str, sizes))} devices"
     raise InputError(
-        f"{rule} must divide the sequence degree; got {name}={value}, sequence degree={sequence}. "
-        f"Use {near or f'{name}=1'}{lengths}."
+        f"{name}{'^2' if power == 2 else ''} must divide the sequence degree; got {name}={value}, "
+        f"sequence degree={sequence}. Use one of {valid}, or another number of devices."
     )
 
 

@@ -270,18 +270,9 @@ def test_axis_of_two_roles_raises():
         st.Attention(make_mesh(x=2), axis_names={"ring": "x", "group": "x"})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "meant"),
-    [
-        ({"dp": 2, "context": 4}, r"\{'data': 'dp', 'ring': 'context'\}"),
-        ({"data": 2, "sp": 2, "model": 2}, r"\{'ring': 'sp', 'tensor': 'model'\}"),
-        ({"fsdp": 8}, r"\{'ring': 'fsdp'\}"),
-        ({"replica": 2, "ulysses": 4}, r"\{'data': 'replica', 'head': 'ulysses'\}"),
-    ],
-)
-def test_mesh_that_shards_no_sequence_is_refused(sizes, meant):
-    with pytest.raises(ValueError, match=rf"axis that shards the sequence.*axis_names={meant}"):
-        st.Attention(make_mesh("auto", **sizes))
+def test_mesh_that_shards_no_sequence_is_refused():
+    with refused(InputError, "{'dp': 2, 'context': 4}", "axis_names={'ring': 'context'}"):
+        st.Attention(make_mesh("auto", dp=2, context=4))
 
 
 def test_mesh_of_one_device_needs_no_sequence_axis():
