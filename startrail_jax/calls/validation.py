@@ -341,56 +341,33 @@ def check_shardings(
         specs: the spec of each array.
         mesh: the mesh of the attention.
     """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {axis for axis, kind in kinds if kind == AxisType.Explicit}
     for name, array, spec in zip(names, arrays, specs, strict=False):
-        _check_devices(name, array, spec, mesh)
-        _check_sharding(name, array, spec, mesh)
-
-
-def _check_devices(name: str, array: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
-    """Raises if an array that holds values is bound to other devices than those of the mesh."""
-    if isinstance(array, Tracer) or isinstance(mesh, AbstractMesh) or not array.committed:
-        return
-    if array.sharding.device_set != set(mesh.devices.flat):
+        sharding = jax.typeof(array).sharding
+        wanted, given = (_entries(x, array.ndim, explicit) for x in (spec, sharding.spec))
+        # An array that is on no mesh may enter where its spec names no Explicit axis.
+        nowhere = sharding.mesh.empty and not any(wanted)
+        fits = given == wanted and (nowhere or sharding.mesh.shape == mesh.shape)
+        if _is_elsewhere(array, mesh):
+            found = f"an array on {len(array.sharding.device_set)}, {array.sharding}"
+        elif explicit and not fits:
+            found = f"{sharding.spec} on axes {sharding.mesh.axis_names}"
+        else:
+            continue
         raise InputError(
-            f"{name} must be on the {mesh.size} devices of the mesh; got an array on "
-            f"{len(array.sharding.device_set)}, {array.sharding}. {_way_to_mesh(name, spec)}."
+            f"{name} must be sharded as {spec} over the {mesh.size} devices of the mesh; got "
+            f"{found}. Use attention.shard for host arrays of tokens, attention.shard_bias for a "
+            "bias, and for what is in the order of the layout jax.device_put or jax.reshard with "
+            f"jax.NamedSharding(attention.mesh, {spec})."
         )
 
 
-def _check_sharding(
-    name: str, array: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh
-) -> None:
-    explicit = {
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
-    wanted = _entries(spec, array.ndim, explicit)
-    sharding = jax.typeof(array).sharding
-    given = _entries(sharding.spec, array.ndim, explicit)
-    # An array that is on no mesh may enter where its spec names no Explicit axis.
-    nowhere = sharding.mesh.empty and not any(wanted)
-    if given == wanted and (nowhere or sharding.mesh.shape == mesh.shape):
-        return
-    if not explicit:
-        return
-    raise InputError(
-        f"{name} must be sharded as {spec} on this mesh of Explicit axes {mesh.axis_names}; got "
-        f"{sharding.spec} on axes {sharding.mesh.axis_names}. {_way_to_mesh(name, spec)}, "
-        "or jax.reshard, or use a mesh of Auto axes."
-    )
-
-
-def _way_to_mesh(name: str, spec: PartitionSpec) -> str:
-    """How an array comes to the mesh: `attention.shard` also orders what it takes for tokens."""
-    place = f"jax.device_put and jax.NamedSharding(attention.mesh, {spec})"
-    if name == "bias":
-        way = "a bias on the host to the mesh with attention.shard_bias"
-    elif len(spec) > 1 and spec[1] is not None:
-        way = "host arrays to the mesh with attention.shard"
-    else:
-        return f"Place it with {place}"
-    return f"Bring {way}, or place what is in the order of the layout with {place}"
+def _is_elsewhere(array: Array, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether an array that holds values is bound to other devices than those of the mesh."""
+    if isinstance(array, Tracer) or isinstance(mesh, AbstractMesh) or not array.committed:
+        return False
+    return array.sharding.device_set != set(mesh.devices.flat)
 
 
 def _entries(spec: PartitionSpec, ndim: int, axes: set[str]) -> list[tuple[str, ...]]:

@@ -143,19 +143,12 @@ class Layout:
         if seq_len > 0 and seq_len % self.multiple == 0:
             return
         factor = "2 * " if self.kind == "zigzag" else ""
-        way_out = f"Pad to {max(self.padded_length(seq_len), self.multiple)}"
-        if seq_len > self.multiple:
-            way_out += f" or cut to {seq_len // self.multiple * self.multiple}"
-        if self.kind == "zigzag" and seq_len > 0 and seq_len % self.degree == 0:
-            way_out += ", or use layout='contiguous'"
-        if name != "slots" and seq_len % self.multiple in (1, self.multiple - 1):
-            way_out += (
-                ". To shift targets by one token, shift on the host and then shard: "
-                "attention.shard(ids[:, :-1], ids[:, 1:])"
-            )
+        above = max(self.padded_length(seq_len), self.multiple)
+        cut = f" or cut to {above - self.multiple}" if above > self.multiple else ""
         raise InputError(
             f"{name} must be divisible by {factor}sequence degree for layout={self.kind!r}; "
-            f"got {name}={seq_len}, degree={self.degree}. {way_out}."
+            f"got {name}={seq_len}, degree={self.degree}. Pad to {above}{cut}, and shift targets "
+            "by one token before attention.shard."
         )
 
     def indices(self, seq_len: int, rank: int) -> np.ndarray:

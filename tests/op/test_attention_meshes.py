@@ -329,10 +329,3 @@ def test_gradient_of_a_gradient_is_refused(axis_type):
 
     with refused(UnsupportedError, "jax.nn"):
         jax.jit(jax.grad(lambda x: first(x).sum()))(x)
-
-
-def test_array_on_other_devices_is_refused():
-    attention = st.Attention(make_mesh("auto", ring=2))
-    x = jax.device_put(np.zeros((1, 24, 2, 4), "f4"), jax.devices()[0])
-    with refused(InputError, "attention.shard"):
-        attention(x, x, x)

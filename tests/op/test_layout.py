@@ -97,23 +97,10 @@ def test_padded_length_is_the_least_valid_one(layout, seq_len):
 @pytest.mark.parametrize(
     ("kind", "seq_len", "named"),
     [
-        (
-            "zigzag",
-            1000,
-            "layout='zigzag'",
-        ),
-        (
-            "zigzag",
-            1008,
-            "layout='contiguous'",
-        ),
-        ("zigzag", 8, "seq_len=8"),
-        (
-            "contiguous",
-            1000,
-            "layout='contiguous'",
-        ),
-        ("contiguous", 0, "seq_len=0"),
+        ("zigzag", 1000, "got seq_len=1000, degree=16. Pad to 1024 or cut to 992, and"),
+        ("zigzag", 8, "Pad to 32, and"),
+        ("contiguous", 1000, "layout='contiguous'"),
+        ("contiguous", 0, "Pad to 16, and"),
     ],
 )
 def test_length_that_does_not_divide_is_refused_with_the_nearest(kind, seq_len, named):
