@@ -235,7 +235,7 @@ class Candidates:
                 self.kinds.append((step, savings))
                 found.append((kind, legal, seconds, memory))
         if not found:
-            raise _no_savings(options, self.settings)
+            raise _no_savings(options)
         self.kind, self.row, self.seconds, self.memory = map(
             np.concatenate, zip(*found, strict=True)
         )
@@ -334,60 +334,35 @@ def _one(size: Any) -> int:
 
 def no_setting(cluster: Cluster, call: Call, options: Search) -> InputError:
     """The error if there is no legal setting."""
-    given = " ".join(f"--{role} {size}" for role, size in options.degrees.items())
+    given, model = _flags_of(options.degrees), call.model
     product = int(np.prod(list(options.degrees.values()) or [1]))
-    model, asked = call.model, options.degrees
-    if set(asked) == set(ROLES) and product != cluster.num_gpus:
+    is_whole = set(options.degrees) == set(ROLES)
+    if cluster.num_gpus % product or (is_whole and product != cluster.num_gpus):
         return InputError(
-            "The product of all six degrees must be the number of GPUs; got "
-            f"{given}, a product of {product}, for {cluster.num_gpus} GPUs. Leave one of them out."
-        )
-    if asked and cluster.num_gpus % product:
-        return InputError(
-            f"The product of the degrees must divide the number of GPUs; got {given}, a product of "
-            f"{product}, for {cluster.num_gpus} GPUs. Change or leave out one of them."
-        )
-    parts = asked.get("head", 1) * asked.get("tensor", 1)
-    fits = model.kv_heads % parts == 0 or parts % model.kv_heads == 0
-    if model.heads % parts or not fits:
-        return InputError(
-            "--head * --tensor must divide the heads, and the key heads or the other way round; "
-            f"got {given} for {model.heads} heads and {model.kv_heads} key heads. Use a divisor of "
-            f"{model.kv_heads}, or leave them out."
-        )
-    if call.batch % asked.get("data", 1):
-        return InputError(
-            f"--data must divide --batch; got {given} for --batch {call.batch}. Use --batch "
-            f"{-(-call.batch // asked['data']) * asked['data']}."
+            "The product of the degrees must divide the number of GPUs, and be equal to it if all "
+            f"six are given; got {given}, a product of {product}, for {cluster.num_gpus} GPUs. "
+            "Change or leave out one of them."
         )
     return InputError(
-        "No legal setting: data must divide --batch, head * tensor the heads, and tensor the width "
-        "of the MLP and the tokens of a GPU; got "
+        "No legal setting: data must divide --batch, head * tensor the heads, and the key heads or "
+        "the other way round, and tensor the width of the MLP and the tokens of a GPU; got "
         f"--seq-len {show_count(call.seq_len)}, --batch {call.batch}, {model.heads} heads, "
         f"{model.kv_heads} key heads and an MLP of {model.mlp_width} for {cluster.num_gpus} GPUs"
-        f"{f' with {given}' if given else ''}. Leave out a degree."
+        f"{f' with {given}' if given else ''}. Change or leave out a degree."
     )
 
 
-def _no_savings(options: Search, settings: Settings) -> InputError:
+def _flags_of(degrees: Mapping[str, int]) -> str:
+    return " ".join(f"--{role} {size}" for role, size in degrees.items())
+
+
+def _no_savings(options: Search) -> InputError:
     """The error if there are settings of the degrees, and none of them takes the given savings."""
-    if all(options.offload) and set(options.remat) == {"none"}:
-        return InputError(
-            "--offload moves what --remat saves, so it needs a --remat; got --offload with --remat "
-            "none alone. Add --remat attention_saved, or use --no-offload."
-        )
-    if min(options.zero) > 0 and not np.any(settings.replicas > 1):
-        levels = " ".join(map(str, options.zero))
-        tensor = f" with --tensor {int(settings.tensor[0])}" if settings.tensor[0] > 1 else ""
-        return InputError(
-            "--zero needs several GPUs over which it splits the training state, along another axis "
-            f"than tensor; got --zero {levels} for {int(settings.replicas[0])} such "
-            f"GPU{tensor}. Use --zero 0, or more GPUs."
-        )
     return InputError(
         "No legal setting: --tile needs more than 2048 tokens on a GPU, in tiles of at least 256, "
-        "--offload a --remat, and --zero several GPUs; got "
-        f"--tile {all(options.tiled)}, --offload {all(options.offload)}, --remat "
-        f"{' '.join(options.remat)} and --zero {' '.join(map(str, options.zero))}. Leave one of "
-        "them out, such as --tile."
+        "--offload a --remat other than none, and --zero several GPUs along another axis than "
+        f"tensor; got --tile {all(options.tiled)}, --offload {all(options.offload)}, --remat "
+        f"{' '.join(options.remat)} and --zero {' '.join(map(str, options.zero))}"
+        f"{f' with {given}' if (given := _flags_of(options.degrees)) else ''}. Leave one of them "
+        "out, such as --tile."
     )

@@ -48,9 +48,6 @@ TABLE = {
     **{name: name for name in ("gpt_3b", "gpt_7b", "dit_1b")},
     **{"llama3_8b": "gpt_8b_gqa", "qwen3_8b": "qwen3_8b_1m"},
 }
-
-
-TABLE |= {"qwen3_8b": "qwen3_8b_1m"}
 QWEN = {
     **{"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
     **{"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288},
