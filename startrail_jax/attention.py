@@ -273,15 +273,17 @@ class Attention(Decoding):
             **unserved,
         )
         attention = dataclasses.replace(self, **options) if options else self
-        dropout = dropout_rng, 0.0 if deterministic else dropout_rate, broadcast_dropout
         given, given_specs = given_to_call(
             attention,
             inputs,
             slopes=slopes,
             bias=bias,
             sinks=sinks,
-            prefix=prefix_lengths,
-            dropout=dropout,
+            prefix_lengths=prefix_lengths,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic,
         )
         out, lse = attention._whole(specs, given_specs, given, *inputs)
         return (out, lse) if return_lse else out

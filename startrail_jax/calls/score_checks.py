@@ -74,14 +74,14 @@ def check_per_head(name: str, values: Any, heads: int, where: str = ", over all 
 def given_to_call(
     attention: Arguments,
     inputs: tuple[Array, ...],
-    **options: Any,
+    **given: Any,
 ) -> tuple[ScoreInputs, ScoreInputs]:
     """What a call gives beside query, key, value and segment ids, checked.
 
     Args:
         attention: the attention that is called.
         inputs: query, key, value and segment ids, checked.
-        **options: as in `check_given`.
+        **given: as in `check_given`.
 
     Returns:
         What is given; and the specs of it, likewise.
@@ -90,8 +90,7 @@ def given_to_call(
         ValueError: if they do not fit the arrays or the mesh.
         NotImplementedError: if this attention serves them in no way.
     """
-    given = check_given(attention, inputs[0], inputs[1], **options)
-    scores, prefix, sinks = given
+    scores, prefix, sinks = found = check_given(attention, inputs[0], inputs[1], **given)
     arrays: dict[str, Any] = {"prefix_lengths": prefix, "sinks": sinks}
     if scores is not None:
         words = None if scores.dropout is None else scores.dropout.words
@@ -109,30 +108,16 @@ def given_to_call(
         if dropout is not None:
             dropout = dataclasses.replace(dropout, words=specs["dropout_rng"])
         of_scores = Scores(slopes=specs.get("slopes"), bias=specs.get("bias"), dropout=dropout)
-    return given, ScoreInputs(of_scores, specs.get("prefix_lengths"), specs.get("sinks"))
+    return found, ScoreInputs(of_scores, specs.get("prefix_lengths"), specs.get("sinks"))
 
 
-def given_to_shards(
-    attention: Arguments,
-    query: Array,
-    key: Array,
-    *,
-    slopes: Any = None,
-    bias: Any = None,
-    sinks: Any = None,
-    prefix_lengths: Any = None,
-    dropout_rng: Any = None,
-    dropout_rate: Any = 0.0,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-) -> ScoreInputs:
-    """What `Attention.local` gives beside what one device holds, as in `check_given`.
+def given_to_shards(attention: Arguments, query: Array, key: Array, **given: Any) -> ScoreInputs:
+    """What `Attention.local` gives beside what one device holds.
 
     Args:
         attention: the attention.
         query, key: the shards of this device. The columns of a bias are those of all keys.
-        slopes, bias, sinks, prefix_lengths, dropout_rng, dropout_rate, broadcast_dropout,
-        deterministic: as in `Attention.local`.
+        **given: as in `check_given`.
 
     Raises:
         ValueError: if they do not fit the shards, or if `shard_map` tracks that the devices of a
@@ -141,22 +126,17 @@ def given_to_shards(
     """
     shape = list(key.shape)
     shape[1] *= attention.degrees.sequence
-    rate = 0.0 if deterministic else dropout_rate
-    given = check_given(
+    found = check_given(
         attention,
         query,
         jax.ShapeDtypeStruct(shape, key.dtype),
-        slopes=slopes,
-        bias=bias,
-        sinks=sinks,
-        prefix=prefix_lengths,
-        dropout=(dropout_rng, rate, broadcast_dropout),
         seq_len=query.shape[1] * attention.degrees.sequence,
         where=" of this device",
+        **given,
     )
-    if given.scores is not None and given.scores.dropout is not None:
-        _check_same_key(attention, given.scores.dropout.words)
-    return given
+    if found.scores is not None and found.scores.dropout is not None:
+        _check_same_key(attention, found.scores.dropout.words)
+    return found
 
 
 def check_given(
@@ -167,8 +147,11 @@ def check_given(
     slopes: Any = None,
     bias: Any = None,
     sinks: Any = None,
-    prefix: Any = None,
-    dropout: tuple[Any, Any, Any] = (None, 0.0, False),
+    prefix_lengths: Any = None,
+    dropout_rng: Any = None,
+    dropout_rate: Any = 0.0,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
     seq_len: int | None = None,
     where: str = ", over all devices",
 ) -> ScoreInputs:
@@ -177,9 +160,8 @@ def check_given(
     Args:
         attention: the attention that is called.
         query, key: arrays, or shapes of such.
-        slopes, bias, sinks: arguments of the call.
-        prefix: its `prefix_lengths`.
-        dropout: its `dropout_rng`, `dropout_rate` and `broadcast_dropout`.
+        slopes, bias, sinks, prefix_lengths, dropout_rng, dropout_rate, broadcast_dropout,
+            deterministic: arguments of the call.
         seq_len: query tokens of whole rows; None for those of `query`.
         where: as in `check_per_head`.
 
@@ -194,13 +176,12 @@ def check_given(
         given["slopes"] = slopes.astype(jnp.float32)
     if bias is not None:
         given["bias"] = _check_bias(attention, jnp.asarray(bias), query, key)
-    rng, rate, shared = dropout
-    rate = _check_rate(rate)
-    if rate:
-        given["dropout"] = Dropout(words=_words(rng, rate), rate=rate, shared=bool(shared))
+    if rate := _check_rate(0.0 if deterministic else dropout_rate):
+        words = _words(dropout_rng, rate)
+        given["dropout"] = Dropout(words=words, rate=rate, shared=bool(broadcast_dropout))
     if sinks is not None:
         sinks = check_per_head("sinks", sinks, query.shape[2], where).astype(jnp.float32)
-    prefix = _check_prefix(attention, prefix, query)
+    prefix = _check_prefix(attention, prefix_lengths, query)
     return ScoreInputs(Scores(**given) if given else None, prefix, sinks)
 
 
