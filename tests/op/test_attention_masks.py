@@ -11,7 +11,6 @@ import pytest
 import oracle
 import startrail_jax as st
 from attention_cases import (
-    FLOAT32_ERROR,
     Case,
     assert_close,
     draw_problem,
@@ -57,19 +56,6 @@ def test_padding_is_exactly_zero(mask, dtype):
     assert (lse[~padding] > oracle.EMPTY).all()
 
 
-@pytest.mark.parametrize("backward", ["auto", "query"])
-@pytest.mark.slow_except_every(2)
-def test_gradients_of_rows_that_see_no_key_are_not_read(backward):
-    """A NaN there, times a weight of 0, would spoil dk and dv of every token."""
-    case = Case(degrees=STARTRAIL, mask="padding", heads="grouped", backward=backward)
-    problem, padding = case.problem, case.problem.query_ids < 0
-    dout, dlse = problem.dout.copy(), problem.dlse.copy()
-    dout[padding] = np.nan
-    dlse.swapaxes(1, 2)[padding] = np.inf
-    spoilt = dataclasses.replace(problem, dout=dout, dlse=dlse)
-    chex.assert_trees_all_equal(solve(case.attention, spoilt), solve(case.attention, problem))
-
-
 @pytest.mark.parametrize(("backward", "published"), [("query", False), ("kv", True)])
 @pytest.mark.slow
 def test_batch_of_padding_only_is_zero_and_finite(backward, published):
@@ -108,52 +94,6 @@ def test_segment_ids_of_any_integer_dtype():
     wide = attend(*arrays[:3], segment_ids=ids)
     narrow = attend(*arrays[:3], segment_ids=tuple(x.astype(jnp.int8) for x in ids))
     np.testing.assert_array_equal(narrow, wide)
-
-
-# Windows of a token, of a part of a shard (6 tokens), of one shard and one more, of several shards.
-@pytest.mark.slow_except_every(8)
-@pytest.mark.parametrize(
-    ("degrees", "window"),
-    [
-        *((st.Degrees.ring_attention(8), window) for window in (1, 5, 7, 20)),
-        *((st.Degrees(ring=4, team=2), window) for window in (5, 20)),
-        *((st.Degrees(ring=4, head=2), window) for window in (1, 7)),
-    ],
-    ids=str,
-)
-def test_short_window_skips_rounds_and_stays_exact(degrees, window):
-    case = Case(degrees=degrees, layout="contiguous", backward="kv" if window % 2 else "query")
-    attention = dataclasses.replace(case.attention, window=window)
-    problem = draw_problem(
-        np.random.default_rng(2),
-        batch=2,
-        lengths=(case.seq_len, case.seq_len),
-        heads=(4, 2),
-        dtype="float32",
-        segments=None,
-    )
-    expected = reference(problem, causal=True, window=window)
-    assert_close(solve(attention, problem), expected, error_bounds(problem, expected))
-    assert 1 <= attention.num_rounds(case.seq_len) < degrees.ring
-
-
-@pytest.mark.slow
-def test_window_of_the_whole_sequence_is_causal():
-    case = Case(degrees=STARTRAIL)
-    arguments = place(case.attention, case.problem)
-    causal = forward_and_backward(case.attention, *arguments)
-    windowed = dataclasses.replace(case.attention, window=case.seq_len)
-    assert windowed.num_rounds(case.seq_len) == case.degrees.ring
-    result = forward_and_backward(windowed, *arguments)
-    assert_close(result, causal, dict.fromkeys(vars(causal), FLOAT32_ERROR))
-
-
-@pytest.mark.slow
-def test_scale_is_used_in_both_directions():
-    case = Case(degrees=STARTRAIL, heads="grouped")
-    attention = dataclasses.replace(case.attention, scale=0.83)
-    expected = reference(case.problem, causal=True, scale=0.83)
-    assert_close(solve(attention, case.problem), expected, error_bounds(case.problem, expected))
 
 
 def test_large_logits_do_not_overflow():

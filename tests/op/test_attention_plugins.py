@@ -149,35 +149,15 @@ def test_equal_instances_do_not_retrace():
 
 # What is not served --------------------------------------------------------------------------
 
-MASK = np.tril(np.ones((1, 1, SEQ_LEN, SEQ_LEN), bool))
-NOT_SERVED = {
-    "mask": (
-        {},
-        {"mask": MASK},
-        r"mask=an array \(1, 1, 48, 48\).*causal already: leave .*partial.*recognise",
-    ),
-    "sow_weights": (
-        {},
-        {"sow_weights": True},
-        r"module; got module=a MultiHead\w+\. Leave sow_weights off",
-    ),
-}
 
-
-@pytest.mark.parametrize("name", NOT_SERVED)
-def test_nnx_option_that_is_not_served_raises(name):
-    of_module, of_call, message = NOT_SERVED[name]
-    module = nnx_module(attention_fn=attention(), **of_module)
-    with pytest.raises(NotImplementedError, match=message):
-        module(arrays()[0], **of_call)
-
-
-@pytest.mark.parametrize("name", NOT_SERVED)
-def test_linen_option_that_is_not_served_raises(name):
-    of_module, of_call, message = NOT_SERVED[name]
-    module = linen_module(attention_fn=attention(), **of_module)
-    with pytest.raises(NotImplementedError, match=message):
-        module.init(jax.random.key(0), arrays()[0], **of_call)
+@pytest.mark.parametrize("make", [nnx_module, linen_module])
+def test_weights_are_not_sown(make):
+    module, x = make(attention_fn=attention()), arrays()[0]
+    with refused(UnsupportedError, "module", "Leave sow_weights off"):
+        if make is nnx_module:
+            module(x, sow_weights=True)
+        else:
+            module.init(jax.random.key(0), x, sow_weights=True)
 
 
 @pytest.mark.parametrize("make", [nnx_module, linen_module])

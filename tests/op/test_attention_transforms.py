@@ -15,9 +15,7 @@ from attention_cases import (
     FLOAT32_ERROR,
     QUICK,
     Case,
-    draw_problem,
     forward_and_backward,
-    lse_spec,
     natural,
     place,
     reference,
@@ -27,62 +25,6 @@ from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES
 
 STARTRAIL = st.Degrees.startrail(8, c=2)
-
-
-def test_one_device_gives_the_gradients_of_jax_nn():
-    case = Case(degrees=st.Degrees(), heads="grouped", tokens=38)
-    problem = draw_problem(
-        np.random.default_rng(4),
-        batch=3,
-        lengths=(38, 38),
-        heads=(8, 2),
-        dtype="float32",
-        segments=None,
-    )
-    query, key, value = problem.query, problem.key, problem.value[..., :7]
-    dout = problem.dout[..., :7]
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def gradients(attend):
-        _, vjp = jax.vjp(attend, query, key, value)
-        return vjp(dout)
-
-    ours = gradients(case.attention)
-    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-    with jax.default_matmul_precision("highest"):
-        theirs = gradients(plain)
-    for name, a, b in zip(("dq", "dk", "dv"), ours, theirs, strict=True):
-        assert relative_error(a, b) <= FLOAT32_ERROR, name
-
-
-@pytest.mark.slow
-def test_eager_is_the_same_as_jit():
-    case = Case(degrees=st.Degrees(ring=2, team=2), mask="packed")
-    query, key, value, *_, ids = place(case.attention, case.problem)
-    eager = case.attention(query, key, value, segment_ids=ids)
-    jitted = jax.jit(case.attention)(query, key, value, segment_ids=ids)
-    assert relative_error(eager, jitted) <= FLOAT32_ERROR
-    assert eager.sharding.is_equivalent_to(query.sharding, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", ["explicit", "auto"])
-def test_gradient_without_lse(axis_type):
-    """The common call: out alone, and gradients of some inputs only."""
-    case = Case(degrees=STARTRAIL, axis_type=axis_type)
-    query, key, value, dout, *_ = place(case.attention, case.problem)
-
-    def loss(query, value):
-        return (case.attention(query, key, value) * dout).sum()
-
-    dq, dv = jax.jit(jax.grad(loss, argnums=(0, 1)))(query, value)
-    problem = case.problem
-    expected = oracle.gradients(
-        problem.query, problem.key, problem.value, problem.dout, causal=True
-    )
-    unpermute = case.attention.layout.unpermute
-    assert relative_error(unpermute(np.asarray(dq)), expected.query) <= FLOAT32_ERROR
-    assert relative_error(unpermute(np.asarray(dv)), expected.value) <= FLOAT32_ERROR
 
 
 @pytest.mark.slow_except_every(2)
@@ -101,16 +43,6 @@ def test_gradient_of_lse_alone(published):
     assert relative_error(result.dq, expected.query) <= FLOAT32_ERROR
     assert relative_error(result.dk, expected.key) <= FLOAT32_ERROR
     assert (result.dv == 0).all()
-
-
-def test_lse_is_sharded_as_its_spec():
-    case = Case(degrees=st.Degrees.startrail(4, c=2, data=2, tensor=2))
-    query, key, value, *_ = place(case.attention, case.problem)
-    _, lse = jax.jit(functools.partial(case.attention, return_lse=True))(query, key, value)
-    assert lse.shape == (query.shape[0], query.shape[2], query.shape[1])
-    assert case.attention.lse_spec == lse_spec(case.attention.query_spec(query.shape[2]))
-    expected = NamedSharding(case.mesh, case.attention.lse_spec)
-    assert lse.sharding.is_equivalent_to(expected, 3)
 
 
 # Backward mode -------------------------------------------------------------------------------

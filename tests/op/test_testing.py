@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import oracle
 import startrail_jax as st
 from startrail_jax import testing
 from startrail_jax.testing import assert_exact, assert_model_exact, simulate_devices
@@ -78,20 +76,6 @@ def test_exact_attention_passes(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_function_of_ones_own_passes(dtype):
     assert_exact(attention_on(st.Degrees()), attention_fn=dense, dtype=dtype, **PROBLEM)
-
-
-@pytest.mark.slow
-def test_function_around_the_local_attention_passes():
-    attention = attention_on(st.Degrees(team=2))
-    spec = attention.query_spec(4)
-
-    def attention_fn(query, key, value, *, segment_ids, return_lse):
-        assert segment_ids is None
-        assert return_lse
-        specs = {"in_specs": (spec,) * 3, "out_specs": (spec, attention.lse_spec)}
-        return jax.shard_map(attention.local, mesh=attention.mesh, **specs)(query, key, value)
-
-    assert_exact(attention, attention_fn=attention_fn, **PROBLEM)
 
 
 def test_segment_ids_of_ones_own():
@@ -401,38 +385,6 @@ def test_model_with_lengths_of_calls_or_without_devices_raises(model):
         assert_model_exact(attention, loss_of, *model)
     with pytest.raises(ValueError, match=r"assert_model_exact needs a mesh of devices"):
         assert_model_exact(st.Attention(AbstractMesh((2,), ("team",))), loss_of, *model)
-
-
-# The reference ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "packed"),
-    [({}, False), ({"causal": False, "scale": 0.3}, True), ({"window": 3}, True)],
-)
-def test_reference_agrees_with_the_oracle(options, packed):
-    """The two share no code, and finite differences check the oracle."""
-    attention = attention_on(st.Degrees(), **options)
-    rng = np.random.default_rng(0)
-    documents = testing._draw_documents(rng, 2, 16)
-    inputs = testing._draw_inputs(
-        rng,
-        query=(2, 16, 6, 7),
-        key=(2, 16, 2, 7),
-        value_head_dim=5,
-        dtype="float32",
-        segment_ids=(documents, documents) if packed else None,
-    )
-    scale = options.get("scale", 7**-0.5)
-    found = testing._reference(inputs, testing._visible(attention, inputs), scale)
-    arrays = inputs.query, inputs.key, inputs.value
-    mask = {"causal": attention.causal, "window": attention.window, "scale": scale}
-    mask["segment_ids"] = inputs.segment_ids
-    out, lse = oracle.attention(*arrays, **mask)
-    dq, dk, dv = oracle.gradients(*arrays, inputs.dout, inputs.dlse, **mask)
-    expected = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-12)
-    assert (lse == oracle.EMPTY).any() == packed
 
 
 # What cannot be tested says so ------------------------------------------------------------------
