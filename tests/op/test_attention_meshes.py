@@ -185,33 +185,6 @@ def test_local_inside_a_shard_map_of_the_user(packed):
     assert relative_error(attention.layout.unpermute(np.asarray(found)), -expected) <= FLOAT32_ERROR
 
 
-@pytest.mark.slow
-def test_local_with_key_heads_that_all_tensor_ranks_share():
-    """Their gradients, and only theirs, are those of all the query heads."""
-    mesh = make_mesh(ring=2, tensor=2)
-    attention, rng = st.Attention(mesh), np.random.default_rng(0)
-    q, k, v, dout = (rng.normal(size=(1, 24, n, 8)).astype(np.float32) for n in (4, 1, 1, 4))
-    spec, key_spec = attention.query_spec(4), attention.key_spec(1)
-    layer = jax.shard_map(
-        lambda q, k, v: attention.local(q, k, v)[0],
-        mesh=mesh,
-        in_specs=(spec, key_spec, key_spec),
-        out_specs=spec,
-    )
-
-    def put(x, spec):
-        return jax.device_put(attention.layout.permute(x), NamedSharding(mesh, spec))
-
-    @jax.jit
-    def gradients(q, k, v, dout):
-        return jax.vjp(layer, q, k, v)[1](dout)
-
-    found = gradients(put(q, spec), put(k, key_spec), put(v, key_spec), put(dout, spec))
-    for dx, expected in zip(found, oracle.gradients(q, k, v, dout, causal=True), strict=True):
-        dx = attention.layout.unpermute(np.asarray(dx))
-        assert relative_error(dx, expected) <= FLOAT32_ERROR
-
-
 @pytest.mark.slow_except_every(9)
 @pytest.mark.parametrize(
     ("degrees", "kv_heads"),

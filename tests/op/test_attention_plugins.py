@@ -93,42 +93,6 @@ def test_nnx_module_matches_flax(axis_type, causal):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.slow
-def test_linen_module_matches_flax(causal):
-    ours, (x, dout) = attention(causal=causal), arrays()
-    mask = jnp.tril(jnp.ones((1, 1, SEQ_LEN, SEQ_LEN), bool)) if causal else None
-    params = linen_module().init(jax.random.key(0), x)
-
-    def step(module, params, x, dout, **options):
-        def loss(params, x):
-            out = module.apply(params, x, **options)
-            return (out * dout).sum(), out
-
-        (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
-        return out, *grads
-
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(functools.partial(step, linen_module(), mask=mask))(params, x, dout)
-        module = linen_module(attention_fn=ours)
-        found = jax.jit(functools.partial(step, module))(
-            params, sharded(ours, x), sharded(ours, dout)
-        )
-    found = (ours.layout.unpermute(np.asarray(found[0])), found[1],
-             ours.layout.unpermute(np.asarray(found[2])))  # fmt: skip
-    assert_same(found, expected)
-
-
-def test_nnx_cross_attention_of_other_length():
-    ours, (x, _) = attention(causal=False), arrays()
-    memory = np.concatenate([x, x[:, ::3]], axis=1)
-    with jax.default_matmul_precision("highest"):
-        expected = nnx_module()(x, memory)
-        module = nnx.jit(nnx_module(attention_fn=ours))
-        found = module(sharded(ours, x), sharded(ours, memory))
-    assert relative_error(ours.layout.unpermute(np.asarray(found)), expected) <= 2 * FLOAT32_ERROR
-
-
 def test_equal_instances_do_not_retrace():
     """Flax passes the function on as a static value: an equal instance must be the same one."""
     traces = 0

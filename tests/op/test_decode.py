@@ -90,15 +90,6 @@ def test_decode_equals_dense_attention(degrees):
     assert relative_error(found, dense(*problem)) <= FLOAT32_ERROR
 
 
-@pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize("window", [None, 5, SLOTS])
-def test_decode_in_every_layout_and_window(layout, window):
-    problem = draw(kv_heads=8)
-    attention = make_attention(st.Degrees(team=2, ring=2, head=2), layout=layout, window=window)
-    found = decoded(attention, *problem)
-    assert relative_error(found, dense(*problem, window=window)) <= FLOAT32_ERROR
-
-
 # Masks, most of which show a query within the slots as much as a causal one, and what they mean.
 MASKS = {
     "causal": (masks.Causal(), lambda i, j: j <= i),

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as hst
 
-import oracle
 import startrail_jax as st
 from attention_cases import (
     FLOAT32_ERROR,
@@ -292,20 +291,6 @@ def test_recognise_names_the_simplest_mask():
     found = masks.recognise(triangle & np.equal.outer(documents, documents))
     assert found.mask == masks.Causal()
     np.testing.assert_array_equal(found.segment_ids, [documents])
-
-
-@pytest.mark.slow
-def test_recognised_mask_attends_as_the_dense_one():
-    rng = np.random.default_rng(8)
-    ids = np.sort(rng.integers(0, 3, (2, 32)))
-    dense = oracle.visible(32, 32, causal=True, window=5, segment_ids=(ids, ids))
-    found = masks.recognise(dense[:, None])
-    drawn = problem(rng, ids=(ids, ids))
-    ours = attention(mask=found.mask)
-    moved = in_order(ours.layout, drawn)
-    out = attend(ours, moved, segment_ids=ours.layout.permute(found.segment_ids))["out"]
-    expected = reference(drawn, causal=True, window=5)
-    assert relative_error(ours.layout.unpermute(np.asarray(out)), expected.out) < FLOAT32_ERROR
 
 
 def test_recognise_refuses_what_it_cannot_say():

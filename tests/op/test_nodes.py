@@ -134,14 +134,6 @@ def test_on_one_node_the_order_is_that_of_the_axes():
         assert mesh == jax.make_mesh(mesh.devices.shape, ROLES, mesh.axis_types, devices=devices)
 
 
-def test_an_order_moves_devices_and_leaves_the_axes():
-    degrees, devices = st.Degrees(ring=3, team=2), jax.devices()[:6]
-    mesh = st.make_mesh(degrees, devices=devices, order="rings_inside")
-    assert mesh.axis_names == ROLES
-    ids = [[device.id for device in row] for row in mesh.devices.reshape(3, 2)]
-    assert ids == [[0, 3], [1, 4], [2, 5]]
-
-
 def test_devices_are_sorted_node_by_node():
     """Whatever the order in which they are given: every node then has one place of the ring."""
     devices = [fake(slice_index=i % 2, id=i) for i in range(4)]
@@ -189,15 +181,6 @@ def test_a_mesh_takes_the_order_of_fewest_bytes_for_its_call(kv_heads, line):
     mesh = st.make_mesh(degrees, devices=devices, devices_per_node=8, call=sizes)
     explanation = st.Attention(mesh).explain(seq_len=512, **sizes, devices_per_node=8)
     assert f"2 nodes: {line} inside" in str(explanation)
-
-
-def test_explain_says_which_axes_cross_nodes():
-    sizes = dict(seq_len=512, heads=16, head_dim=8)
-    degrees, devices = st.Degrees.startrail(16, c=2), jax.devices()[:16]
-    attention = st.Attention(st.make_mesh(degrees, devices=devices, order="rings_inside"))
-    explanation = str(attention.explain(**sizes, devices_per_node=4))
-    assert "4 nodes: group, team across, ring inside" in explanation
-    assert "nodes" not in str(attention.explain(**sizes))
 
 
 @pytest.mark.slow
