@@ -257,15 +257,11 @@ def check_arrays(
             "query, key and value must be [batch, seq, heads, head_dim]; "
             f"got {shapes}. Reshape them to four dimensions."
         )
-    if not (query.shape[0] == key.shape[0] and key.shape[:3] == value.shape[:3]):
+    if not _fit(query, key, value):
         raise InputError(
-            "query, key and value must have the same batch, and key and value the same length and "
-            f"heads; got {shapes}. Correct the odd one out."
-        )
-    if query.shape[3] != key.shape[3] or 0 in query.shape + key.shape + value.shape:
-        raise InputError(
-            "query and key must have the same head_dim, and no dimension may be 0; "
-            f"got {shapes}. Project them to one head_dim."
+            "query, key and value must have the same batch, key and value the same length and "
+            "heads, and query and key the same head_dim, and no dimension may be 0; got "
+            f"{shapes}. Correct the odd one out."
         )
     dtypes = [str(x.dtype) for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
@@ -276,6 +272,16 @@ def check_arrays(
     _check_segments(query, key, ids)
     sizes = Sizes.of(query, key, value, packed=bool(ids))
     sizes.check(degrees, mask=mask, layout=layout)
+
+
+def _fit(query: Any, key: Any, value: Any) -> bool:
+    """Whether arrays of four dimensions are queries, and keys and values to attend to."""
+    return (
+        query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3]
+        and key.shape[:3] == value.shape[:3]
+        and 0 not in query.shape + key.shape + value.shape
+    )
 
 
 def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
@@ -404,30 +410,18 @@ def check_decode(
             "mask with masks.Causal()."
         )
     shapes = f"query {query.shape}, key_cache {key.shape}, value_cache {value.shape}"
-    fits = (
-        query.ndim == key.ndim == value.ndim == 4
-        and query.shape[0] == key.shape[0]
-        and query.shape[3] == key.shape[3]
-        and key.shape[:3] == value.shape[:3]
-        and 0 not in query.shape + key.shape + value.shape
-        and query.shape[2] % key.shape[2] == 0
-    )
-    if not fits:
+    are_four = query.ndim == key.ndim == value.ndim == 4
+    if not are_four or not _fit(query, key, value) or query.shape[2] % key.shape[2]:
         raise InputError(
             "query must be [batch, new, heads, head_dim], key_cache [batch, slots, kv_heads, "
             "head_dim] and value_cache [batch, slots, kv_heads, value_head_dim], and kv_heads "
             f"divide heads; got {shapes}. Correct the odd one out."
         )
     dtypes = [str(x.dtype) for x in (query, key, value)]
-    if len(set(dtypes)) > 1:
+    if len(set(dtypes)) > 1 or not jnp.issubdtype(query.dtype, jnp.floating):
         raise InputError(
-            "query, key_cache and value_cache must have one dtype; got "
+            "query, key_cache and value_cache must have one dtype of floats; got "
             f"{', '.join(dtypes)}. Cast the query."
-        )
-    if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise InputError(
-            f"query, key_cache and value_cache must have a float dtype; got {dtypes[0]}. Cast "
-            "them to bfloat16 or float32."
         )
     _check_positions(positions, query.shape[:2])
     layout.check_length(slots, "slots")

@@ -74,7 +74,9 @@ class ModelSizes:
 
     def __post_init__(self) -> None:
         named = f"for model {self.name!r}"
-        for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs"):
+        optional = [x for x in ("seq_len", "batch") if getattr(self, x) is not None]
+        sizes = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs")
+        for name in (*sizes, *optional):
             number = getattr(self, name)
             if not is_size(number):
                 flag = "--" + name.replace("_", "-")
@@ -105,13 +107,6 @@ class ModelSizes:
                 f"windows={self.windows}, qk_norm={self.qk_norm} {named}, a diffusion transformer. "
                 "Leave them out."
             )
-        for name in ("seq_len", "batch"):
-            number = getattr(self, name)
-            if number is not None and not is_size(number):
-                raise InputError(
-                    f"{name} of a model must be a whole number of at least 1; got {number!r} "
-                    f"{named}. Correct it."
-                )
         if self.kind == "gpt" and self.head_dim % 2:
             raise InputError(
                 f"--head-dim must be even, for rotary positions; got --head-dim {self.head_dim} "

@@ -116,12 +116,11 @@ def as_count(value: Any, flag: str) -> int:
         return parse_count(value, flag)
     numeric = issubclass(type(value), numbers.Real) and not isinstance(value, bool)
     # Of infinity, the quotient is no number, which equals nothing.
-    if not numeric or value != value // 1:
-        raise InputError(f"{flag} must be a positive whole number; got {value!r}. Correct it.")
-    if value < 1:
-        raise InputError(f"{flag} must be at least 1; got {value}. Use 1 or more.")
-    if value > LARGEST_COUNT:
-        raise InputError(f"{flag} must be at most {LARGEST_COUNT}; got {value}. Use less.")
+    if not numeric or value != value // 1 or not 1 <= value <= LARGEST_COUNT:
+        raise InputError(
+            f"{flag} must be a positive whole number of at most {LARGEST_COUNT}; got {value!r}. "
+            "Correct it."
+        )
     return int(value)
 
 
