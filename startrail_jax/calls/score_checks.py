@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,9 @@ from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.xla.varying import varying_axes
+
+_ARGUMENTS = {"words": "dropout_rng", "prefix": "prefix_lengths"}
+"""Field of what is given -> the argument of a call that it comes from, where that is another."""
 
 
 def check_scores(
@@ -90,25 +92,17 @@ def given_to_call(
         ValueError: if they do not fit the arrays or the mesh.
         NotImplementedError: if this attention serves them in no way.
     """
-    scores, prefix, sinks = found = check_given(attention, inputs[0], inputs[1], **given)
-    arrays: dict[str, Any] = {"prefix_lengths": prefix, "sinks": sinks}
-    if scores is not None:
-        words = None if scores.dropout is None else scores.dropout.words
-        arrays |= {"slopes": scores.slopes, "bias": scores.bias, "dropout_rng": words}
-    arrays = {name: x for name, x in arrays.items() if x is not None}
+    found = check_given(attention, inputs[0], inputs[1], **given)
+    parts, tree = jax.tree_util.tree_flatten_with_path(found)
+    fields = {str(path[-1].name): x for path, x in parts}
+    arrays: dict[str, Any] = {_ARGUMENTS.get(name, name): x for name, x in fields.items()}
     specs: dict[str, Any] = dict.fromkeys(arrays, PartitionSpec())
     if "bias" in arrays:
         specs["bias"] = attention.bias_spec(*arrays["bias"].shape[:2])
-    if prefix is not None:
+    if "prefix_lengths" in arrays:
         specs["prefix_lengths"] = PartitionSpec(attention.sequence_spec[0])
     check_shardings(list(arrays), list(arrays.values()), list(specs.values()), attention.mesh)
-    of_scores = None
-    if scores is not None:
-        dropout = scores.dropout
-        if dropout is not None:
-            dropout = dataclasses.replace(dropout, words=specs["dropout_rng"])
-        of_scores = Scores(slopes=specs.get("slopes"), bias=specs.get("bias"), dropout=dropout)
-    return found, ScoreInputs(of_scores, specs.get("prefix_lengths"), specs.get("sinks"))
+    return found, tree.unflatten(specs.values())
 
 
 def given_to_shards(attention: Arguments, query: Array, key: Array, **given: Any) -> ScoreInputs:
