@@ -212,13 +212,10 @@ class Step:
     def sizes(self, savings: Savings) -> StepSizes:
         """The sizes on which the memory of the step depends."""
         model, settings, tokens = self.call.model, self.settings, self.tokens
-        sharded = self.whole_elements // (settings.replicas if savings.zero else 1)
-        weights = sharded if savings.zero == 3 else self.whole_elements
-        if savings.zero in (1, 2):
-            weights = sharded
+        shards = settings.replicas if savings.zero else 1
+        sharded = self.whole_elements // shards
         loops = loops_of(self.call.model.layer_windows)
-        stacked = model.layers * self.layer_elements
-        stacked = stacked // (settings.replicas if savings.zero else 1)
+        stacked = model.layers * self.layer_elements // shards
         return StepSizes(
             model=model,
             degrees=settings,
@@ -229,11 +226,11 @@ class Step:
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,
             tokens=tokens,
-            weight_bytes=_FLOAT32 * weights,
+            weight_bytes=_FLOAT32 * sharded,
             optimizer_bytes=2 * _FLOAT32 * sharded,
             average_bytes=_FLOAT32 * sharded * model.average,
             batch_bytes=tokens * _batch_bytes(self.call),
-            shard_elements=weights,
+            shard_elements=sharded,
             whole_elements=self.whole_elements,
             layer_elements=self.layer_elements,
             moved_elements=_moved_elements(self.call, settings),
