@@ -16,6 +16,8 @@ after the benchmark's own. The moments of the kills take turns:
               checkpoints are removed and the newest one is read
     call      just before one of the first 200 calls that change the run folder: files opened for
               writing, folders made, renamed and removed, what is flushed to the disk
+    power     up to 500 ms after a random step was reported; then all or half of what this start has
+              not flushed to the disk is lost (tests/faults/power.py)
 
 The benchmark checks that
 
@@ -35,6 +37,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +51,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from tests.faults import power
 from tests.faults.run_folders import (
     REPOSITORY,
     CheckFailed,
@@ -58,8 +62,8 @@ from tests.faults.run_folders import (
 
 EVERY = 3
 """Number of steps between checkpoints: so few that training is nearly always saving one."""
-MOMENTS = ("save", "step", "start", "call")
-SECONDS_AFTER = {"save": 0.02, "step": 0.3, "start": 2.5}
+MOMENTS = ("save", "step", "start", "call", "power")
+SECONDS_AFTER = {"save": 0.02, "step": 0.3, "start": 2.5, "power": 0.5}
 HANGS_AFTER_SECONDS = 300
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink")
 """The audit events of Python that change a folder; of `open`, only if it is for writing."""
@@ -146,7 +150,8 @@ def crash(
     for number in range(num_kills):
         moment = moments[number % len(moments)]
         call = int(random.integers(FIRST_CALLS)) if moment == "call" else None
-        process = TrainingProcess(run_dir, flags, killed_before_call=call)
+        flushed = folder / f"flushed-{number}" if moment == "power" else None
+        process = TrainingProcess(run_dir, flags, killed_before_call=call, flushed=flushed)
         if moment == "start":
             process.read_until_step(0)
         elif moment != "call":
@@ -160,6 +165,8 @@ def crash(
         else:
             process.wait(random.uniform(0, SECONDS_AFTER[moment]))
             process.kill()
+        if flushed is not None:
+            lose_power(run_dir, flushed, random)
         kill = Kill(
             moment=moment,
             began_after=process.began_after,
@@ -196,7 +203,12 @@ class TrainingProcess:
     """`train.py` as a process, whose output is read while it runs."""
 
     def __init__(
-        self, run_dir: Path, flags: Sequence[str], *, killed_before_call: int | None = None
+        self,
+        run_dir: Path,
+        flags: Sequence[str],
+        *,
+        killed_before_call: int | None = None,
+        flushed: Path | None = None,
     ) -> None:
         """Starts it.
 
@@ -205,11 +217,14 @@ class TrainingProcess:
             flags: all other flags.
             killed_before_call: the number, from 0, of the call that changes the run folder, in
                 place of which the process kills itself; None for none.
+            flushed: a new folder for what the process flushes; None to keep nothing.
         """
         self._run_dir = run_dir
         program = ["train.py"]
         if killed_before_call is not None:
             program = ["-c", SELF_KILLING, str(run_dir), str(killed_before_call)]
+        if flushed is not None:
+            program = ["-c", power.PROGRAM, str(run_dir), str(flushed)]
         self._process = subprocess.Popen(
             [sys.executable, *program, *flags, "--run-dir", str(run_dir)],
             cwd=REPOSITORY,
@@ -312,6 +327,20 @@ def run() -> None:
     sys.addaudithook(see)
     sys.argv[0] = "train.py"
     runpy.run_path("train.py", run_name="__main__")
+
+
+def lose_power(run_dir: Path, flushed: Path, random: np.random.Generator) -> None:
+    """Leaves of a run what a disk could have kept: at least the checkpoint before the newest."""
+    newest, left = newest_whole(run_dir), flushed.with_name(f"{flushed.name}-left")
+    survives = random.choice([0.0, 0.5])
+    power.after_power_failure(run_dir, flushed, left, random, survives)
+    if newest_whole(left) < newest - EVERY:
+        raise CheckFailed(
+            f"After step {newest} was saved, a power failure must leave it or the one before; got "
+            f"step {newest_whole(left)} in {left}."
+        )
+    shutil.rmtree(run_dir)
+    left.rename(run_dir)
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

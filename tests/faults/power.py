@@ -18,14 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-PROGRAM = "import sys; from tests.faults.power import run; run(sys.argv.pop(1))"
-"""A program for `python -c`: its first word is the folder for what is flushed, the others are for
+from trainer import durable
+
+PROGRAM = "from tests.faults.power import run; run()"
+"""A program for `python -c`: the folder of the run, that for what is flushed, and the flags of
 train.py."""
 
 
-def run(flushed: str) -> None:
-    """Runs train.py under `record`."""
-    record(Path(flushed))
+def run() -> None:
+    """Runs train.py under `record`; what was in the folder of the run before is on the disk."""
+    live, flushed = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
+    record(flushed)
+    for path in [live, *live.rglob("*")] if live.exists() else []:
+        durable.flush(path)
     sys.argv[0] = "train.py"
     runpy.run_path("train.py", run_name="__main__")
 

@@ -1,8 +1,12 @@
 """Training that is killed: it goes on from a whole checkpoint, and loses and repeats nothing."""
 
+import os
+
+import numpy as np
 import pytest
 
-from tests.faults import crash, run_folders
+from tests.faults import crash, power, run_folders
+from trainer import durable
 
 
 def kill(last_step, whole, began_after=0):
@@ -18,16 +22,18 @@ class Begun:
 
 @pytest.mark.slow
 def test_killed_training_ends_as_if_undisturbed(tmp_path, capsys):
-    first, second = crash.crash(2, seed=0, folder=tmp_path)
-    assert (first.moment, second.moment) == ("save", "step")
+    moments = ("save", "step", "power")
+    first, second, third = crash.crash(3, seed=0, folder=tmp_path, moments=moments)
+    assert (first.moment, second.moment, third.moment) == moments
     assert first.unfinished
     assert first.began_after == 0
     assert second.began_after == first.whole
     assert second.last_step > first.last_step
     assert second.whole >= crash.EVERY
+    assert third.began_after == second.whole
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("2 kills, ")
-    assert last.endswith("all 60 losses are those of the undisturbed run")
+    assert last.startswith("3 kills, ")
+    assert last.endswith("all 78 losses are those of the undisturbed run")
 
 
 @pytest.mark.quick
@@ -77,3 +83,26 @@ def test_program_that_ends_by_itself_is_found_out(tmp_path):
         run_folders.CheckFailed, match=r"must end with status 0; got 2.[\s\S]*mesh.team"
     ):
         process.finish()
+
+
+def test_power_failure_takes_what_was_not_flushed(tmp_path, monkeypatch):
+    live, flushed = tmp_path / "live", tmp_path / "flushed"
+    (live / "old").mkdir(parents=True)
+    monkeypatch.setattr(os, "fsync", os.fsync)
+    power.record(flushed)
+    (live / "old" / "file").write_text("first")
+    for path in (live / "old" / "file", live / "old", live):
+        durable.flush(path)
+    (live / "old" / "file").write_text("second")
+    (live / "old").rename(live / "new")
+    (live / "later").write_text("later")
+
+    def left(name, survives):
+        out = tmp_path / name
+        power.after_power_failure(live, flushed, out, np.random.default_rng(0), survives)
+        return {str(x.relative_to(out)): x.read_text() for x in out.rglob("*") if x.is_file()}
+
+    assert left("nothing", 0.0) == {"old/file": "first"}
+    assert left("all", 1.0) == {"new/file": "second", "later": "later"}
+    durable.flush(live)  # Now the new names are on the disk, but not what is in the files.
+    assert left("names", 0.0) == {"new/file": "first", "later": ""}
