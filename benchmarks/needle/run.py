@@ -113,13 +113,10 @@ def judge(
 
     model = replace(config.model, rope=options.rope)
     generator = Generator(
-        model,
+        replace(config, model=model),
         Attention(session.mesh, causal=True, **attention_of(model)),
         Sampling(temperature=0.0),
-        lora=config.lora,
         zero=options.zero,
-        zero_axes=config.zero_axes,
-        tile=config.tile,
     )
     weights, step = restore_model(options.run, config, generator.weight_shapes, note=session.note)
     session.print(f"\n{options.run}, step {step}")

@@ -11,7 +11,7 @@ from flax import nnx
 
 import startrail_jax as st
 from models.gpt import GPT
-from programs import SMALL
+from programs import SMALL, make_config
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, RopeConfig, attention_of
@@ -74,10 +74,11 @@ def prompts(*lengths):
 
 
 @functools.cache
-def make_generator(degrees, sampling=SAMPLING, config=MODEL, **options):
+def make_generator(degrees, sampling=SAMPLING, config=MODEL, *, zero=0, tile=None):
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     attention = st.Attention(mesh, causal=True, **attention_of(config))
-    return Generator(config, attention, sampling, **options)
+    run = make_config(vars(config), tile=tile)
+    return Generator(run, attention, sampling, zero=zero)
 
 
 def generate(generator, rows, num_tokens=NUM_TOKENS, config=MODEL, zero=0, **options):

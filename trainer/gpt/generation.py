@@ -28,8 +28,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.varying import vary
-from trainer.config import SHARDED_AXES
-from trainer.gpt.config import GPTConfig, LoraConfig
+from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling, choose_token
 from trainer.parallel.partition import Partition
@@ -40,44 +39,37 @@ class Generator:
     """The compiled functions that continue prompts, on one mesh."""
 
     def __init__(
-        self,
-        model: GPTConfig,
-        attention: Attention,
-        sampling: Sampling | None = None,
-        *,
-        lora: LoraConfig | None = None,
-        zero: int = 0,
-        zero_axes: tuple[str, ...] = SHARDED_AXES,
-        tile: int | None = None,
+        self, config: GPTTrainConfig, attention: Attention, sampling: Sampling, *, zero: int
     ) -> None:
         """Prepares the functions; each is compiled when it is first called.
 
         Args:
-            model: sizes of the model.
+            config: the run whose model it is.
             attention: causal attention, on a mesh with the axes of `startrail_jax.make_mesh`.
             sampling: how tokens are chosen.
-            lora: adapters of the model; None for none.
-            zero: ZeRO level of the weights that the generator is called with. At level 3 each layer
-                gathers its weights for every token; at levels 1 and 2 all are gathered once.
-            zero_axes: mesh axes over which ZeRO has split the weights.
-            tile: tokens of a prompt on a device that the MLP treats at a time; None for all.
+            zero: ZeRO level of the weights that the generator is called with, over
+                `config.zero_axes`. At level 3 each layer gathers its weights for every token; at
+                levels 1 and 2 all are gathered once.
 
         Raises:
             ValueError: if the mesh does not divide the model.
         """
         mesh: Any = attention.mesh
+        model = config.model
         check_heads(attention.degrees, model.heads, model.kv_heads)
         self.attention = attention
-        self.sampling = sampling or Sampling()
+        self.sampling = sampling
         self._config = model
-        self._tile = tile
-        self._partition = Partition(mesh, 3 if zero == 3 else 0, zero_axes, model.dtype)
-        adapters = lora or LoraConfig()
+        self._tile = config.tile
+        level = 3 if zero == 3 else 0
+        self._partition = Partition(mesh, level, config.zero_axes, model.dtype)
         self._model = ShardedModel(
-            lambda attention_fn, hooks: make_gpt(model, adapters, attention_fn, hooks, nnx.Rngs(0)),
+            lambda attention_fn, hooks: make_gpt(
+                model, config.lora, attention_fn, hooks, nnx.Rngs(0)
+            ),
             attention,
             self._partition,
-            tile=tile,
+            tile=config.tile,
         )
         self.weight_shapes: Any = self._model.weight_shapes
         """Shapes and shardings of the weights, to restore them with."""

@@ -57,15 +57,8 @@ def sample_text(
     tokenizer = tokenizer_of_run(run_dir, config, options.tokenizer, note=session.note)
     template = template_of_run(run_dir, config, options.tokenizer) if options.chat else None
     prompt = prompt_tokens(tokenizer, options, session, template)
-    generator = Generator(
-        config.model,
-        st.Attention(session.mesh, causal=True, **attention_of(config.model)),
-        sampling,
-        lora=config.lora,
-        zero=options.zero,
-        zero_axes=config.zero_axes,
-        tile=config.tile,
-    )
+    attention = st.Attention(session.mesh, causal=True, **attention_of(config.model))
+    generator = Generator(config, attention, sampling, zero=options.zero)
     generator.check_prompt(prompt)
     weights, step = restore_model(run_dir, config, generator.weight_shapes, note=session.note)
     session.note(f"model: {run_dir} after step {step}")
@@ -265,15 +258,9 @@ def continue_text(
         the program is interrupted.
     """
     config: Any = program.config
-    generator = Generator(
-        config.model,
-        dataclasses.replace(program.attention, window=config.model.window),
-        Sampling(temperature=config.temperature, seed=config.seed),
-        lora=config.lora,
-        zero=config.zero,
-        zero_axes=config.zero_axes,
-        tile=config.tile,
-    )
+    attention = dataclasses.replace(program.attention, window=config.model.window)
+    sampling = Sampling(temperature=config.temperature, seed=config.seed)
+    generator = Generator(config, attention, sampling, zero=config.zero)
     length = min(config.sample_length, config.seq_len - config.sample_length)
     prompt = _longest_part(corpus.held_out[0].read(0, length), corpus.end_of_document)
     steps = generator(
