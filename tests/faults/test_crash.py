@@ -71,20 +71,6 @@ def test_losses_leave_out_evaluations_and_lines_cut_short(tmp_path):
     assert crash.last_step(tmp_path) == 1
 
 
-@pytest.mark.slow
-def test_program_that_ends_by_itself_is_found_out(tmp_path):
-    process = crash.TrainingProcess(tmp_path / "run", ["--mesh.taem", "2"])
-    with pytest.raises(
-        run_folders.CheckFailed, match=r"must not end before it is killed.*[\s\S]*mesh.team"
-    ):
-        process.read_until_step(1)
-    process = crash.TrainingProcess(tmp_path / "run", ["--mesh.taem", "2"])
-    with pytest.raises(
-        run_folders.CheckFailed, match=r"must end with status 0; got 2.[\s\S]*mesh.team"
-    ):
-        process.finish()
-
-
 def test_power_failure_takes_what_was_not_flushed(tmp_path, monkeypatch):
     live, flushed = tmp_path / "live", tmp_path / "flushed"
     (live / "old").mkdir(parents=True)

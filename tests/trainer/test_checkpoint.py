@@ -2,12 +2,9 @@
 
 import inspect
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -25,7 +22,6 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint, reading
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoints.checksums import checksums_of
-from trainer.errors import StorageError
 
 DATA_STATE = {"epoch": 3, "position": [5, 7], "source": None, "name": "ä"}
 
@@ -61,17 +57,6 @@ def finish(process):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out, err
-
-
-def wait_for_save(process, folder, num_whole):
-    """Waits until a checkpoint is being saved beside this number of whole ones."""
-    deadline = time.monotonic() + 300
-    while True:
-        names = [path.name for path in folder.iterdir()] if folder.exists() else []
-        if "tmp" in "".join(names) and sum(map(str.isdigit, names)) >= num_whole:
-            return
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline, names
 
 
 def make_mesh(*shape):
@@ -221,29 +206,6 @@ def assert_goes_on(folder, latest):
         checkpoints.wait()
         assert checkpoints.latest == later
         assert {path.name for path in folder.iterdir()} <= {str(later), str(later - 1)}
-
-
-@pytest.mark.slow
-def test_kill_in_a_save_leaves_whole_checkpoints_alone(tmp_path):
-    script = """
-checkpoints = Checkpoints(folder, keep=2)
-for step in range(1, 10_000):
-    checkpoints.save(step, counting_state(step), {"at": step})
-    time.sleep(0.01)
-"""
-    folders = [tmp_path / str(i) for i in range(3)]
-    children = [child(script, folder) for folder in folders]
-    chance = random.Random(0)
-    for num_whole, (process, folder) in enumerate(zip(children, folders, strict=True)):
-        wait_for_save(process, folder, num_whole)
-        time.sleep(chance.random() / 20)
-        process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    for num_whole, folder in enumerate(folders):
-        whole = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
-        assert len(whole) >= num_whole
-        assert_goes_on(folder, max(whole, default=None))
 
 
 @pytest.mark.slow
@@ -438,10 +400,3 @@ def test_processes_that_see_other_checkpoints_are_refused(of_first, tmp_path, mo
         with refused(CheckpointError, "process 0"):
             checkpoints.begin_after()
         assert list(tmp_path.iterdir()) == []
-
-
-def test_unwritable_folder_raises(tmp_path):
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
-        with refused(StorageError, "--run-dir"):
-            Checkpoints(folder, keep=1)

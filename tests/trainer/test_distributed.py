@@ -15,7 +15,7 @@ import pytest
 import train
 from programs import REPOSITORY, records_of, shared_programs
 from refusals import refused
-from tests.faults import failures, run_folders
+from tests.faults import failures
 from trainer import processes
 from trainer.checkpoints.checksums import Checksums
 from trainer.config import Distributed
@@ -289,13 +289,3 @@ def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
     assert stopped == (0, 0)
     assert outcomes[-1].began_after >= 9
     assert len(capsys.readouterr().out.splitlines()) == len(cases)
-
-
-def test_processes_that_end_by_themselves_are_found_out(tmp_path):
-    with (
-        failures.Processes(1, ["--mesh.taem", "2"], folder=tmp_path) as processes,
-        pytest.raises(
-            run_folders.CheckFailed, match=r"must go on; process 0 ended[\s\S]*mesh.team"
-        ),
-    ):
-        processes.wait_for(lambda: False)

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from refusals import refused
-from startrail_jax.errors import InputError
 from trainer.dit import diffusion
 from trainer.dit.diffusion import draw_times, estimates, guided, noised, sample
 
@@ -154,18 +152,3 @@ def test_times_have_their_density(density, quartile):
     assert 0 <= times.min() < times.max() <= 1
     found = np.quantile(times, [0.25, 0.5, 0.75])
     np.testing.assert_allclose(found, [quartile, 0.5, 1 - quartile], atol=0.03)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sampler", "use"),
-    [("flow", "ddim", "euler"), ("v", "euler", "ddim"), ("eps", "heun", "ddim")],
-)
-def test_sampler_of_another_kind_is_refused(kind, sampler, use):
-    match = f"target='{kind}' needs one of .*got sampler='{sampler}'. Use '{use}'"
-    with pytest.raises(ValueError, match=match):
-        sample(kind, sampler, best_prediction(kind), make_noise(2), 3)
-
-
-def test_no_steps_are_refused():
-    with refused(InputError, steps=0):
-        sample("flow", "euler", best_prediction("flow"), make_noise(2), 0)

@@ -144,7 +144,6 @@ def test_text_is_drawn_where_the_model_takes_it():
         ("--classes 1 3", "--classes must be of the 3 classes of the model; got 3."),
         ("--classes -1", "--classes must be of the 3 classes of the model; got -1."),
         ("--captions one", "--captions need a model that takes text"),
-        ("--sampler ddim", "target='flow' needs one of the samplers ('euler', 'heun')"),
         ("--guidance -1", "guidance must be at least 0 and finite; got guidance=-1.0"),
         ("--seed -1", "seed must be at least 0"),
         ("--out no/such/folder/a.png", "--out must lie in a folder that exists"),
@@ -167,8 +166,3 @@ def test_wishes_that_cannot_be_served(run_dir, flags, message):
 )
 def test_flags_that_cannot_be_read(run_dir, capsys, flags, message):
     assert message in usage_error(capsys, sample.sample, [run_dir, *flags.split()])
-
-
-def test_run_without_a_checkpoint(run_dir, tmp_path):
-    (tmp_path / "config.json").write_text((run_dir / "config.json").read_text())
-    assert "There must be a checkpoint to read; got none" in message_of(tmp_path, *QUICK)

@@ -91,16 +91,6 @@ def test_metrics_that_end_in_nuls_lose_those_alone(tmp_path):
     assert drop_after(path, 9) == 0
 
 
-def test_sums_name_the_file_that_is_another(tmp_path):
-    (tmp_path / "a").write_text("one")
-    (tmp_path / "b").write_text("two")
-    write_sums(tmp_path)
-    assert check_sums(tmp_path, "Copy it.").keys() == {"a", "b"}
-    (tmp_path / "b").write_text("twp")
-    with refused(InputError, "Files with checksums must", "/b'"):
-        check_sums(tmp_path, "Copy it.")
-
-
 @pytest.mark.parametrize("content", ["", "{", '{"a": 1', '["a"]', "3", '{"a": null}', "[" * 10_000])
 def test_torn_checksums_are_no_checksums_of_earlier_versions(content, tmp_path):
     (tmp_path / "a").write_text("one")

@@ -2,12 +2,11 @@
 
 import json
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-import tyro
 
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
@@ -15,7 +14,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
 from trainer.gpt.config import DataConfig, GPTTrainConfig, RopeConfig
-from trainer.run.settings import flags_of, load_config, read_kind, save_config
+from trainer.run.settings import load_config, read_kind, save_config
 
 pytestmark = pytest.mark.quick
 
@@ -127,27 +126,3 @@ def test_config_is_on_the_disk_before_it_takes_its_place(config, tmp_path, monke
     content, folder = (tmp_path / "config.json").stat(), tmp_path.stat()
     assert [x.st_ino for x in flushed] == [content.st_ino, folder.st_ino]
     assert flushed[0].st_size == content.st_size
-
-
-@dataclass
-class Inner:
-    fast: bool = True
-    path: str = "here"
-
-
-@dataclass
-class Settings:
-    tokens: int = 3
-    two_words: tuple[int, ...] = (1, 2)
-    inner: Inner = field(default_factory=Inner)
-
-
-def test_flags_are_those_of_the_command_line():
-    settings = Settings(tokens=5, inner=Inner(fast=False))
-    flags = flags_of(settings, but=["inner.path"])
-    assert flags == {
-        "tokens": "--tokens 5",
-        "two_words": "--two-words 1 2",
-        "inner.fast": "--inner.no-fast",
-    }
-    assert tyro.cli(Settings, args=" ".join(flags.values()).split()) == settings

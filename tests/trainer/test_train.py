@@ -19,7 +19,6 @@ from startrail_jax.errors import InputError, UnsupportedError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.dit.config import ImageConfig
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
-from trainer.processes import select_devices
 from trainer.run.folder import current_versions
 
 TINY = (
@@ -232,13 +231,6 @@ def test_config_that_cannot_be_raises(recipe, part, row):
     change, *words = row if isinstance(row, tuple) else (row,)
     with refused(InputError, *words, **{} if words else change):
         replace(config, **change)
-
-
-def test_select_devices_takes_the_first():
-    assert select_devices(3) == jax.devices()[:3]
-    assert select_devices(None) == jax.devices()
-    with refused(InputError, devices=65):
-        select_devices(65)
 
 
 @pytest.mark.parametrize(

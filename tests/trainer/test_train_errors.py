@@ -5,12 +5,10 @@ import itertools
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import chex
@@ -105,18 +103,6 @@ def first_tokens(batch_number, num_tokens):
     return batch
 
 
-def at_step(monkeypatch, number, action):
-    """Has something happen when a step is reported, before it is saved."""
-    advance = metrics.Reporter.advance
-
-    def acting(self, at, measured=None):
-        advance(self, at, measured)
-        if at == number:
-            action()
-
-    monkeypatch.setattr(metrics.Reporter, "advance", acting)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def shared():
     with shared_programs():
@@ -209,37 +195,6 @@ def test_full_disk_at_the_start_ends_the_program(data, tmp_path, monkeypatch, wr
     monkeypatch.setattr(metrics if write == "EventsWriter" else loop, write, fail)
     message = message_of(data, tmp_path / "run", "--tensorboard")
     assert_matches(message, r"^StorageError: The folder of a run .*/run: No space left on device")
-
-
-@pytest.mark.slow
-def test_disk_that_fills_up_leaves_the_last_checkpoint(data, tmp_path, monkeypatch, capsys):
-    # A limit on the size of files stands for the full disk.
-    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill():
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "run/checkpoints/2").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-
-    try:
-        with monkeypatch.context() as patch:
-            at_step(patch, 3, fill)
-            message = message_of(data, tmp_path / "run", "--checkpoint.every 2")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    assert_matches(message, r"^CheckpointError: The checkpoint of step 4 could not be saved: .*")
-    assert "File too large" in message
-    assert "The last whole one, of step 2, is intact" in message
-    assert "the same command goes on from step 2." in message
-
-    capsys.readouterr()
-    losses = run(data, tmp_path / "run", "--checkpoint.every 2")
-    assert "after step 2\n" in capsys.readouterr().out
-    assert len(losses.train) == STEPS - 2
-    assert saved_steps(tmp_path / "run") == [2, 4, 6, 8]
-    assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
 # Checkpoints of something else.
