@@ -35,41 +35,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
 from tests.faults import power
-from tests.faults.run_folders import (
-    REPOSITORY,
-    CheckFailed,
-    environment,
-    newest_whole,
-    unfinished,
-)
+from tests.faults.failures import TRAIN, Processes, began_after, last_reported
+from tests.faults.run_folders import CheckFailed, newest_whole, unfinished
 
 EVERY = 3
 """Number of steps between checkpoints: so few that training is nearly always saving one."""
 MOMENTS = ("save", "step", "start", "call", "power")
 SECONDS_AFTER = {"save": 0.02, "step": 0.3, "start": 2.5, "power": 0.5}
-HANGS_AFTER_SECONDS = 300
+HANGS_AFTER_SECONDS = 900
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink")
 """The audit events of Python that change a folder; of `open`, only if it is for writing."""
 FIRST_CALLS = 200
 SELF_KILLING = "from tests.faults.crash import run; run()"
-"""A program for `python -c`: a run folder, the number of a call, and the flags of train.py."""
+"""A program whose words are a run folder, the number of a call, and the flags of train.py."""
 
 FLAGS = (
     "--devices 2 --model.width 32 --model.layers 2 --model.heads 2 --model.kv-heads 1 "
@@ -137,52 +128,58 @@ def crash(
     steps = EVERY * (8 + 6 * num_kills)
     flags = [*FLAGS.split(), "--data.path", str(data), "--steps", str(steps), *flags]
 
-    undisturbed = folder / "undisturbed"
+    undisturbed, run_dir = folder / "undisturbed", folder / "killed"
     started = time.perf_counter()
-    TrainingProcess(undisturbed, flags).finish()
+    with Processes(1, [*flags, "--run-dir", str(undisturbed)], folder=folder) as process:
+        end(process, 0)
     seconds = time.perf_counter() - started
     expected = losses(undisturbed)
     check_steps(expected, steps)
     print(f"undisturbed: {steps} steps in {seconds:.1f} s", flush=True)
 
-    run_dir = folder / "killed"
+    flags += ["--run-dir", str(run_dir)]
     kills: list[Kill] = []
     for number in range(num_kills):
         moment = moments[number % len(moments)]
-        call = int(random.integers(FIRST_CALLS)) if moment == "call" else None
-        flushed = folder / f"flushed-{number}" if moment == "power" else None
-        process = TrainingProcess(run_dir, flags, killed_before_call=call, flushed=flushed)
-        if moment == "start":
-            process.read_until_step(0)
-        elif moment != "call":
-            # Not near the end of the run, which might be over before the kill.
-            first, last = (int(steps * (number + x) / (num_kills + 1)) for x in (0.3, 0.7))
-            process.read_until_step(int(random.integers(first, last)))
-        if moment == "save":
-            process.wait_for_save()
+        flushed, program, words = folder / f"flushed-{number}", TRAIN, []
         if moment == "call":
-            process.be_killed()
-        else:
-            process.wait(random.uniform(0, SECONDS_AFTER[moment]))
-            process.kill()
-        if flushed is not None:
+            program, words = SELF_KILLING, [str(run_dir), str(random.integers(FIRST_CALLS))]
+        elif moment == "power":
+            program, words = power.PROGRAM, [str(run_dir), str(flushed)]
+        with Processes(1, [*words, *flags], folder=folder, program=program) as process:
+            if moment == "start":
+                process.wait_for(lambda: process.output(0) != "")
+            elif moment != "call":
+                # Not near the end of the run, which might be over before the kill.
+                first, last = (int(steps * (number + x) / (num_kills + 1)) for x in (0.3, 0.7))
+                step = int(random.integers(first, last))
+                process.wait_for(lambda step=step: last_reported(process.output(0)) >= step)
+            if moment == "save":
+                process.wait_for(lambda: bool(unfinished(run_dir)), every=0.001)
+            if moment != "call":
+                time.sleep(random.uniform(0, SECONDS_AFTER[moment]))
+                process.signal(0, signal.SIGKILL)
+            end(process, -signal.SIGKILL)
+            began = began_after(process.output(0))
+        if moment == "power":
             lose_power(run_dir, flushed, random)
         kill = Kill(
             moment=moment,
-            began_after=process.began_after,
+            began_after=began,
             last_step=last_step(run_dir),
             whole=newest_whole(run_dir),
             unfinished=unfinished(run_dir),
         )
-        check_beginning(process, kills)
+        check_beginning(began, kills)
         check_kill(kill)
         kills.append(kill)
         print(f"{number + 1:>3}  {describe(kill)}", flush=True)
 
-    process = TrainingProcess(run_dir, flags)
-    process.finish()
-    check_beginning(process, kills)
-    print(f"     from step {process.began_after} to the end", flush=True)
+    with Processes(1, flags, folder=folder) as process:
+        end(process, 0)
+        began = began_after(process.output(0))
+    check_beginning(began, kills)
+    print(f"     from step {began} to the end", flush=True)
     got = losses(run_dir)
     check_steps(got, steps)
     differ = [step for step, loss in got if loss != dict(expected)[step]]
@@ -199,106 +196,13 @@ def crash(
     return kills
 
 
-class TrainingProcess:
-    """`train.py` as a process, whose output is read while it runs."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        flags: Sequence[str],
-        *,
-        killed_before_call: int | None = None,
-        flushed: Path | None = None,
-    ) -> None:
-        """Starts it.
-
-        Args:
-            run_dir: the folder of the run.
-            flags: all other flags.
-            killed_before_call: the number, from 0, of the call that changes the run folder, in
-                place of which the process kills itself; None for none.
-            flushed: a new folder for what the process flushes; None to keep nothing.
-        """
-        self._run_dir = run_dir
-        program = ["train.py"]
-        if killed_before_call is not None:
-            program = ["-c", SELF_KILLING, str(run_dir), str(killed_before_call)]
-        if flushed is not None:
-            program = ["-c", power.PROGRAM, str(run_dir), str(flushed)]
-        self._process = subprocess.Popen(
-            [sys.executable, *program, *flags, "--run-dir", str(run_dir)],
-            cwd=REPOSITORY,
-            env=environment(run_dir.parent / "compiled"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+def end(process: Processes, status: int) -> None:
+    """Waits for the end of the program, which must have this status."""
+    (found,) = process.wait(seconds=HANGS_AFTER_SECONDS)
+    if found != status:
+        raise CheckFailed(
+            f"The program must end with status {status}; got {found}.\n{process.outputs()}"
         )
-        self._watchdog = threading.Timer(HANGS_AFTER_SECONDS, self._process.kill)
-        self._watchdog.start()
-        self._output: list[str] = []
-        self.began_after: int | None = None
-        """The step that the process went on from; None until that is known."""
-
-    def read_until_step(self, step: int) -> None:
-        """Returns when `step` or a later one is reported; for 0, when anything is printed."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if self._note(line) >= step:
-                return
-        self._refuse_end()
-
-    def wait_for_save(self) -> None:
-        """Returns when there is an unfinished checkpoint."""
-        while not unfinished(self._run_dir):
-            self.wait(0.001)
-
-    def wait(self, seconds: float) -> None:
-        """Waits for some seconds, in which the process must not end."""
-        time.sleep(seconds)
-        if self._process.poll() is not None:
-            self._refuse_end()
-
-    def kill(self) -> None:
-        """Kills the process with SIGKILL, and reads what it had printed."""
-        self._process.send_signal(signal.SIGKILL)
-        self.be_killed()
-
-    def be_killed(self) -> None:
-        """Waits until the process is killed, and reads what it had printed."""
-        self._read_rest()
-        if self._process.returncode != -signal.SIGKILL:
-            self._refuse_end()
-
-    def finish(self) -> None:
-        """Waits for the end of the process, which must have status 0."""
-        output = self._read_rest()
-        if self._process.returncode != 0:
-            raise CheckFailed(
-                f"The program must end with status 0; got {self._process.returncode}.\n{output}"
-            )
-
-    def _refuse_end(self) -> NoReturn:
-        raise CheckFailed(f"The program must not end before it is killed.\n{self._read_rest()}")
-
-    def _read_rest(self) -> str:
-        """Waits for the end of the process; returns all that it printed."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._note(line)
-        self._process.stdout.close()
-        self._process.wait()
-        self._watchdog.cancel()
-        return "".join(self._output)
-
-    def _note(self, line: str) -> int:
-        """Keeps a line; returns the step that it reports, or 0."""
-        self._output.append(line)
-        if match := re.match(r"going on with .* after step (\d+)$", line):
-            self.began_after = int(match[1])
-        match = re.match(r"step (\d+)/", line)
-        if match and self.began_after is None:
-            self.began_after = 0
-        return int(match[1]) if match else 0
 
 
 def run() -> None:
@@ -356,13 +260,13 @@ def last_step(run_dir: Path) -> int:
     return max((step for step, _ in losses(run_dir)), default=0)
 
 
-def check_beginning(process: TrainingProcess, kills: Sequence[Kill]) -> None:
-    """Raises an error unless the process went on from the checkpoint that the last kill left."""
+def check_beginning(began_after: int | None, kills: Sequence[Kill]) -> None:
+    """Raises an error unless a start went on from the checkpoint that the last kill left."""
     expected = kills[-1].whole if kills else 0
-    if process.began_after not in (None, expected):
+    if began_after not in (None, expected):
         raise CheckFailed(
-            f"A run must go on from its newest whole checkpoint; got step {process.began_after}, "
-            f"where that of step {expected} was whole."
+            f"A run must go on from its newest whole checkpoint; got step {began_after}, where "
+            f"that of step {expected} was whole."
         )
 
 

@@ -58,12 +58,11 @@ FLAGS = (
     "--validation-sequences 2 --sample-length 0 --no-tensorboard "
 )
 # A process is killed when the process that started it ends, however that happens.
-_PROGRAM = (
-    "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
-)
-IMPORT = "trainer.gpt.pretrained"
-"""The command that imports a pretrained model."""
+_BEGINNING = "import ctypes, runpy; ctypes.CDLL(None).prctl(1, 9); "
+_MODULE = "runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
+TRAIN = _MODULE.format("train")
+IMPORT = _MODULE.format("trainer.gpt.pretrained")
+"""The command that imports a pretrained model, as Python; `TRAIN` is train.py."""
 
 
 class Processes:
@@ -76,7 +75,7 @@ class Processes:
         *,
         folder: Path,
         own_flags: Mapping[int, Sequence[str]] | None = None,
-        program: str = "train",
+        program: str = TRAIN,
     ) -> None:
         """Starts them.
 
@@ -85,7 +84,7 @@ class Processes:
             flags: flags of all processes.
             folder: folder for their output and their compiled programs.
             own_flags: further flags of single processes, by index.
-            program: what they run: `train` or `IMPORT`.
+            program: what they run, as Python.
         """
         variables = environment(folder / "compiled") | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         self.port = free_port()
@@ -103,7 +102,7 @@ class Processes:
                     [
                         sys.executable,
                         "-c",
-                        _PROGRAM.format(program),
+                        _BEGINNING + program,
                         *flags,
                         *(where if count > 1 else []),
                         *own,
@@ -143,15 +142,15 @@ class Processes:
         """Sends a signal to a process."""
         self._all[index].send_signal(number)
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Waits until a condition holds; all processes must run until then."""
+    def wait_for(self, condition: Callable[[], bool], every: float = 0.02) -> None:
+        """Waits until a condition holds, asked every so many seconds; all must run until then."""
         deadline = time.monotonic() + HANGS_AFTER_SECONDS
         while not condition():
             ended = [i for i, process in enumerate(self._all) if process.poll() is not None]
             if ended or time.monotonic() > deadline:
                 what = f"process {ended[0]} ended" if ended else "they hung"
                 raise CheckFailed(f"The processes must go on; {what}.\n{self.outputs()}")
-            time.sleep(0.02)
+            time.sleep(every)
 
     def wait(self, which: Sequence[int] | None = None, seconds: float = END_SECONDS) -> list[int]:
         """Waits for the end of all processes, or of some; returns the statuses of all."""
@@ -293,9 +292,7 @@ def fail(
 
 def begin(processes: Processes, run_dir: Path, before: int) -> None:
     """Waits for a new checkpoint and a step after it."""
-    processes.wait_for(
-        lambda: before < newest_whole(run_dir) < max(reported_steps(processes.output(0)), default=0)
-    )
+    processes.wait_for(lambda: before < newest_whole(run_dir) < last_reported(processes.output(0)))
 
 
 def _end(case: FailureCase, processes: Processes, victim: int, run_dir: Path) -> Outcome:
@@ -325,10 +322,9 @@ def _end(case: FailureCase, processes: Processes, victim: int, run_dir: Path) ->
         raise CheckFailed(f"The last step must be saved; got step {whole}.\n{processes.outputs()}")
     said = re.search(case.says.format(victim) if case.says else r"interrupted after .*", output)
     assert said is not None
-    match = re.search(r"^going on with .* after step (\d+)$", processes.output(0), re.MULTILINE)
     return Outcome(
         case=case,
-        began_after=int(match[1]) if match else 0,
+        began_after=began_after(processes.output(0)) or 0,
         seconds=seconds,
         statuses=tuple(statuses),
         message=" ".join(said[0].split()),
@@ -360,9 +356,17 @@ def spoil(path: Path) -> None:
     tokens.flush()
 
 
-def reported_steps(output: str) -> list[int]:
-    """The steps that a process has reported in its output."""
-    return [int(step) for step in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
+def began_after(output: str) -> int | None:
+    """The step that a process went on from, 0 at the beginning; None until that is known."""
+    match = re.search(r"^going on with .* after step (\d+)$", output, re.MULTILINE)
+    if match is None:
+        return 0 if last_reported(output) else None
+    return int(match[1])
+
+
+def last_reported(output: str) -> int:
+    """The last step that a process has reported in its output; 0 if there is none."""
+    return max(map(int, re.findall(r"^step (\d+)/", output, re.MULTILINE)), default=0)
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from trainer import durable
 
 PROGRAM = "from tests.faults.power import run; run()"
-"""A program for `python -c`: the folder of the run, that for what is flushed, and the flags of
+"""A program whose words are the folder of the run, that for what is flushed, and the flags of
 train.py."""
 
 

@@ -15,11 +15,6 @@ def kill(last_step, whole, began_after=0):
     )
 
 
-class Begun:
-    def __init__(self, began_after):
-        self.began_after = began_after
-
-
 @pytest.mark.slow
 def test_killed_training_ends_as_if_undisturbed(tmp_path, capsys):
     moments = ("save", "step", "power")
@@ -46,14 +41,14 @@ def test_lost_checkpoint_is_found_out():
 
 def test_wrong_beginning_is_found_out():
     kills = [kill(last_step=5, whole=3), kill(last_step=10, whole=9)]
-    crash.check_beginning(Begun(9), kills)
-    crash.check_beginning(Begun(None), kills)
-    crash.check_beginning(Begun(0), [])
+    crash.check_beginning(9, kills)
+    crash.check_beginning(None, kills)
+    crash.check_beginning(0, [])
     for step, kept in ((0, kills), (6, kills), (12, kills), (3, [])):
         with pytest.raises(
             run_folders.CheckFailed, match=rf"newest whole.*; got step {step}, where that of"
         ):
-            crash.check_beginning(Begun(step), kept)
+            crash.check_beginning(step, kept)
 
 
 @pytest.mark.parametrize("found", [[1, 2, 2, 3], [1, 3], [1, 3, 2], []])
