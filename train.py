@@ -101,7 +101,6 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             kind=kind,
             call=config.attention_call,
             folder=config.run_dir,
-            may_differ=("allow_changes",),
             plan=Planner(config, task),
             prepare=preparation(config),
             saves_at_sigterm=True,

@@ -73,7 +73,7 @@ def check_on_disk(name: str, path: Path | None) -> None:
 def check_input(name: str, path: Path | None) -> None:
     """Raises ValueError if data are in a store and their URL cannot be used."""
     if path is not None and is_in_store(path):
-        check_url(name, text_of(path), hint="Use for example gs://bucket/data.")
+        _check_url(name, text_of(path), hint="Use for example gs://bucket/data.")
         _check_not_of_disk(name, text_of(path))
 
 
@@ -107,21 +107,15 @@ def without_secret(text: str) -> str:
 def check_mirror(url: str) -> None:
     """Raises ValueError unless a text is the URL of a folder in a store, without secrets."""
     hint = "Use for example --mirror gs://bucket/runs/mine."
-    check_url("mirror", url, hint=hint)
+    _check_url("mirror", url, hint=hint)
     if not url.partition("://")[2].partition("/")[2].strip("/"):
         raise InputError(
             f"mirror must name a folder below the bucket or the root; got mirror={url!r}. {hint}"
         )
 
 
-def check_url(name: str, url: str, *, hint: str) -> None:
-    """Raises ValueError unless a text is a URL without secrets.
-
-    Args:
-        name: the setting that gives it, for errors.
-        url: the text.
-        hint: a sentence with an example.
-    """
+def _check_url(name: str, url: str, *, hint: str) -> None:
+    """Raises ValueError unless a text is a URL without secrets; `hint` has an example."""
     host = url.partition("://")[2].partition("/")[0]
     # Of Hugging Face, what follows an @ is a revision.
     signs = "[?#]" if url.startswith("hf://") and ":" not in host else "[@?#]"

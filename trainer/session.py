@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,6 @@ def joined(
     kind: str,
     call: Mapping[str, Any],
     folder: Path | None = None,
-    may_differ: Collection[str] = (),
     adapts: bool = False,
     plan: Planner | None = None,
     prepare: Callable[[], None] | None = None,
@@ -86,12 +85,11 @@ def joined(
     Args:
         distributed: the processes.
         settings: a dataclass of what the command line says, with the fields `devices` and `mesh`.
-        kind: what the settings are, for the comparison of the processes.
+        kind: what the settings are, for the comparison of the processes. Paths may differ, since
+            other machines have other folders, and so may `allow_changes`.
         call: what an attention of the model is called with: `TrainConfig.attention_call`.
         folder: the run folder, where the processes find the degrees that the run had when it
             trained last, and each other's errors.
-        may_differ: dotted names of the settings that may differ among the processes. Paths always
-            may, since other machines have other folders.
         adapts: whether to use all devices, with default degrees, if the devices and degrees of the
             settings do not fit the devices that exist.
         plan: chooses the mesh of a run that has none yet. Without it, and where it makes no
@@ -108,7 +106,10 @@ def joined(
         devices, mesh_config, remarks = _devices(settings, processes, call, adapts=adapts)
         # Read before the processes meet, and so before the first of them writes anything.
         former = None if folder is None else read_mesh(folder)
-        flags = {"kind": kind, **flags_of(settings, but={*may_differ, *names_of_paths(settings)})}
+        flags = {
+            "kind": kind,
+            **flags_of(settings, but={"allow_changes", *names_of_paths(settings)}),
+        }
         flags["former mesh"] = f"a run that was trained with the mesh {former}"
         require_same_flags(flags)
         if prepare is not None and folder is not None:

@@ -401,34 +401,17 @@ def test_devices_on_the_host_take_what_is_read_without_a_copy(monkeypatch):
 
 def write_llama(folder):
     """A Llama of so many random weights that they can be seen in the memory of a process."""
-    width, mlp_width, vocab_size = 1024, 2816, 4000
     model = GPTConfig(
-        vocab_size=vocab_size, width=width, layers=2, heads=16, kv_heads=4, head_dim=64,
-        mlp_width=mlp_width, norm_eps=1e-5, dtype="bfloat16",
+        vocab_size=4000, width=1024, layers=2, heads=16, kv_heads=4, head_dim=64, mlp_width=2816,
+        norm_eps=1e-5, dtype="bfloat16",
     )  # fmt: skip
-    shapes = {"model.embed_tokens": (vocab_size, width), "lm_head": (vocab_size, width)}
-    shapes["model.norm"] = (width,)
-    for layer in range(model.layers):
-        shapes |= {
-            f"model.layers.{layer}.{name}": shape
-            for name, shape in {
-                "input_layernorm": (width,),
-                "self_attn.q_proj": (width, width),
-                "self_attn.k_proj": (width // 4, width),
-                "self_attn.v_proj": (width // 4, width),
-                "self_attn.o_proj": (width, width),
-                "post_attention_layernorm": (width,),
-                "mlp.gate_proj": (mlp_width, width),
-                "mlp.up_proj": (mlp_width, width),
-                "mlp.down_proj": (width, mlp_width),
-            }.items()
-        }
     rng = np.random.default_rng(0)
-    folder.mkdir()
     arrays = {
-        f"{name}.weight": rng.normal(size=shape, scale=0.02).astype(jnp.bfloat16)
-        for name, shape in shapes.items()
+        name: rng.normal(size=place.tensor_shape, scale=0.02).astype(jnp.bfloat16)
+        for _, place in places(weight_shapes(dataclasses.replace(gpt_tiny(), model=model)))
+        for name in place.tensors
     }
+    folder.mkdir()
     save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
     values = to_values(model, length=8192, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(values))

@@ -115,7 +115,11 @@ def read_newest(
 
     Args:
         folder: the folder of the checkpoints, to which a run may be adding others.
-        wanted: as for `read_checkpoint`, and so are `owner`, `settings` and `advice`.
+        wanted: the arrays to read, with shardings; or a function that chooses them from a mapping
+            of all names, and then the others are not read.
+        owner: what the arrays must belong to, for the message.
+        settings: settings to compare with those that the checkpoint was saved with, as flags.
+        advice: what to do if the arrays or the settings are others.
         otherwise: what to do if there is no whole one.
         step: the only step to read; None for any.
         strict: whether the newest must be whole.
@@ -125,14 +129,15 @@ def read_newest(
         newer ones that are damaged.
 
     Raises:
-        CheckpointError: if there is no whole checkpoint.
-        ValueError: as `read_checkpoint`.
+        CheckpointError: if there is no whole checkpoint, or the newest cannot be read although it
+            may be whole.
+        ValueError: if its arrays or its settings are others.
     """
     damaged: dict[int, DamagedError] = {}
     while left := [x for x in newest_first(folder) if x not in damaged and step in (None, x)]:
         found, path = left[0], folder.resolve() / str(left[0])
         try:
-            arrays, data = read_checkpoint(
+            arrays, data = _read_checkpoint(
                 path, wanted, owner=owner, settings=settings or {}, advice=advice
             )
             newer = {bad: error for bad, error in damaged.items() if bad > found}
@@ -221,7 +226,7 @@ def restore_frozen(folder: Path, shapes: Any, *, note: Callable[[str], object]) 
     return restore_weights(folder, shapes, kind=FROZEN, note=note)[0]
 
 
-def read_checkpoint(
+def _read_checkpoint(
     path: Path,
     wanted: Mapping[str, jax.ShapeDtypeStruct] | Callable[[Mapping[str, Any]], Mapping[str, Any]],
     *,
@@ -229,24 +234,7 @@ def read_checkpoint(
     settings: Mapping[str, str],
     advice: str,
 ) -> tuple[dict[str, Shaped[Array, "..."]], str]:
-    """Reads a checkpoint and compares it with its checksums. All processes must call it.
-
-    Args:
-        path: folder of the checkpoint, whose name is its step.
-        wanted: the arrays to read, with shardings; or a function that chooses them from a mapping
-            of all names, and then the others are not read.
-        owner: what the arrays must belong to, for the message.
-        settings: settings to compare with those that the checkpoint was saved with, as flags.
-        advice: what to do if the arrays or the settings are others.
-
-    Returns:
-        The arrays by name, and the position in the data.
-
-    Raises:
-        DamagedError: if it is damaged.
-        CheckpointError: if it cannot be read, although it may be whole.
-        ValueError: if its arrays or its settings are others.
-    """
+    """Reads a checkpoint, whose name is its step, and compares it with its checksums."""
     saved, checksums = _together(path, lambda: (_read_metadata(path), Checksums.read(path)))
     listed = {name: kind for name, (kind, _) in checksums.arrays.items()}
     if checksums.step != int(path.name):

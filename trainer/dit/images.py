@@ -339,7 +339,7 @@ def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
     several = len(of_sizes) > 1
     return _Source(
         name=str(folder),
-        latent=lambda number: read_image(files[number], of_sizes[found_sizes[number]]),
+        latent=lambda number: _read_image(files[number], of_sizes[found_sizes[number]]),
         labels=[label_of.get(key.split("/")[0]) for key in keys],
         captions=captions,
         # A file in place of another may have other proportions, which changes the batches.
@@ -429,18 +429,8 @@ def _encode_captions(
     )
 
 
-def read_image(path: Path, config: DiTTrainConfig) -> Float32[np.ndarray, "1 H W C"]:
-    """The upright image with values from -1 to 1; on white where transparent.
-
-    Args:
-        path: the file.
-        config: config of the run, with one size.
-
-    Raises:
-        ImportError: if Pillow is missing.
-        ValueError: if the file is no whole image, is animated, has more than 8 bits a channel, or
-            another size and is not to be resized.
-    """
+def _read_image(path: Path, config: DiTTrainConfig) -> Float32[np.ndarray, "1 H W C"]:
+    """The upright image with values from -1 to 1; on white where transparent."""
     with _checked(path, config) as image:
         return _pixels(image, config)
 
@@ -469,7 +459,7 @@ def _ratio(a: int, b: int) -> Fraction:
 
 @contextmanager
 def _checked(path: Path, config: DiTTrainConfig) -> Iterator[Any]:
-    """An image of Pillow, whose size and mode are checked. Errors as in `read_image`."""
+    """An image of Pillow; an error unless it is whole, not animated, of 8 bits and of a size."""
     try:
         from PIL import Image
     except ImportError as error:

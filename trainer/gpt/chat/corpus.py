@@ -83,7 +83,7 @@ def open_examples(
     if config.tokenizer is not None:
         template = ChatTemplate.find(config.tokenizer, config.chat_template)
         folder = folder or cache
-    parts, tokens = encode_examples(text, template, folder)
+    parts, tokens = _encode_examples(text, template, folder)
     if isinstance(text.tokenizer, FileTokenizer):
         _check_beginning(parts, config, text.tokenizer)
     sources = (files, validation or files)
@@ -117,20 +117,10 @@ def open_examples(
     )
 
 
-def encode_examples(
+def _encode_examples(
     text: Text, template: ChatTemplate | None, cache: Path | None
 ) -> tuple[list[EncodedExamples], str]:
-    """The examples to train on and those held out, and a hash of the former.
-
-    Args:
-        text: the files, and the tokenizer.
-        template: turns messages into text; None if there is none.
-        cache: folder for the tokens; None to keep them in memory.
-
-    Raises:
-        OSError: if tokens cannot be cached.
-        ValueError: if a line is not an example, or one of the parts has none.
-    """
+    """The examples to train on and those held out, and a hash of the former."""
     key = _hash([FORMAT, text.key], template)[:32]
     with filled_folder(cache, key, lambda x: _write(text, template, x)) as (folder, sums):
         parts = [
@@ -208,15 +198,7 @@ def _largest_share(text: Text, template: ChatTemplate | None) -> float:
 def _check_beginning(
     parts: Sequence[EncodedExamples], config: DataConfig, tokenizer: FileTokenizer
 ) -> None:
-    """Warns if conversations lack the token that documents and prompts begin with.
-
-    A template that does not write it decides for the examples, but not for the prompts of
-    sample.py.
-
-    Raises:
-        ValueError: if no example has it and the tokenizer does not ask for it, so that it was
-            given in vain.
-    """
+    """Warns if conversations lack the token that prompts begin with, or raises if it is in vain."""
     begin = config.begin_of_document
     if begin is None:
         return

@@ -49,7 +49,6 @@ def import_pretrained(config: GPTTrainConfig, distributed: Distributed | None = 
             kind="an import",
             call=config.attention_call,
             folder=config.run_dir,
-            may_differ=("allow_changes",),
             prepare=preparation(config),
         ) as session,
         Reporter(steps=0, tokens_per_step=0) as report,
