@@ -1,7 +1,6 @@
 """Checkpoints: restored on other meshes, with donated arrays, and after kills and full disks."""
 
 import inspect
-import os
 import shutil
 import subprocess
 import sys
@@ -267,45 +266,6 @@ def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, named):
         assert checkpoints.latest == 17
 
 
-def test_damaged_checkpoint_is_removed_and_the_next_one_is_used(tmp_path):
-    # In a separate process, since threads that read the checkpoint complain on stderr.
-    script = """
-shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), counting_state(0)
-)
-for run in sorted(folder.iterdir()):
-    for strict in (True, False):
-        with Checkpoints(run, keep=2, strict=strict, note=print) as checkpoints:
-            try:
-                state, data_state = checkpoints.restore(shapes)
-                print(data_state, int(state["b"][0]), checkpoints.steps)
-            except CheckpointError as error:
-                print(error)
-"""
-    runs = [tmp_path / name for name in ("checksums", "data", "manifest", "names")]
-    with Checkpoints(runs[0], keep=2) as checkpoints:
-        checkpoints.save(3, counting_state(3), {"at": 3})
-        checkpoints.save(5, counting_state(5), {"at": 5})
-    for run in runs[1:]:
-        shutil.copytree(runs[0], run)
-    truncate(runs[0] / "5/checksums.json")
-    files = [path for path in runs[1].glob("5/**/*") if path.is_file()]
-    truncate(max(files, key=lambda path: path.stat().st_size))
-    truncate(runs[2] / "5/state/manifest.ocdbt")
-    truncate(runs[3] / "5/state/_METADATA")
-    out, _ = finish(child(script, tmp_path))
-    lines = out.splitlines()
-    assert len(lines) == 3 * len(runs)
-    for run, refusal, note, result in zip(runs, lines[0::3], lines[1::3], lines[2::3], strict=True):
-        assert refusal.startswith(f"The checkpoint {run / '5'} is damaged: ")
-        assert "Without --checkpoint.strict, the same command goes on from step 3" in refusal
-        assert note.startswith(f"WARNING: The checkpoint {run / '5'} is damaged: ")
-        assert "It is removed, and the checkpoint of step 3 is used" in note
-        assert note.endswith("steps 4 to 5 are lost, and done again.")
-        assert result == "{'at': 3} 3 [3]"
-        assert [x.name for x in run.iterdir()] == ["3"]
-
-
 @needs_linux
 @pytest.mark.slow
 def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, monkeypatch):
@@ -344,10 +304,6 @@ def test_limit_of_a_save_is_above_the_largest_part():
     assert checkpoint.write_limit([large] * 32) == 1 << 33
     small = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     assert checkpoint.write_limit([small]) == checkpoint.write_limit([]) == checkpoint.LEAST_LIMIT
-
-
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
 
 
 def test_list_of_checkpoints_that_missed_the_new_one_is_made_again(tmp_path, monkeypatch):

@@ -49,71 +49,60 @@ def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def flip_bit(folder, bit):
-    """Flips one bit of all files below a folder, counted in their order; returns the file."""
-    for path in files_of(folder):
-        size = 8 * path.stat().st_size
-        if bit < size:
-            content = bytearray(path.read_bytes())
-            content[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(content)
-            return path
-        bit -= size
-    raise AssertionError("fewer bits")
-
-
 def same_bits(found, expected):
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-def restore_after_flip(whole, folder, bit, shapes, sharding=None):
-    """Whether a flip was noticed; asserts that the state restored is one that was saved."""
-    shutil.copytree(whole, folder)
-    path = flip_bit(folder / "5", bit)
+def restore_after(folder, path, content, shapes, sharding=None):
+    """Whether other content of a file was noticed; asserts that what is restored was saved."""
+    harmed, where = folder / "harmed", path.relative_to(folder / "whole")
+    shutil.copytree(folder / "whole", harmed)
+    (harmed / where).write_bytes(content)
     notes = []
-    with Checkpoints(folder, keep=2, note=notes.append) as checkpoints:
+    with Checkpoints(harmed, keep=2, note=notes.append) as checkpoints:
         state, data_state = checkpoints.restore(shapes, SETTINGS)
         step = checkpoints.restored
         assert checkpoints.latest == step
-    where = f"bit {bit}, in {path}: {notes}"
-    assert step == (3 if notes else 5), where
-    assert data_state == {**DATA_STATE, "at": step}, where
-    assert same_bits(state, jax.tree.map(jnp.asarray, tiny_state(step, sharding))), where
-    assert (folder / "5").exists() != bool(notes), where
-    shutil.rmtree(folder)
+    what = f"{where}, {len(content)} bytes: {notes}"
+    assert step == (3 if notes else 5), what
+    assert data_state == {**DATA_STATE, "at": step}, what
+    assert same_bits(state, jax.tree.map(jnp.asarray, tiny_state(step, sharding))), what
+    assert (harmed / "5").exists() != bool(notes), what
+    shutil.rmtree(harmed)
     return bool(notes)
 
 
-def flip_bits(folder, num_flips, seed, sharding=None):
-    """Flips single bits, half of them in a random place and half in a random file.
+def harm_files(folder, num_flips, seed, sharding=None):
+    """Cuts each file short; flips bits, half of them in a random place and half in a random file.
 
     Returns:
-        How many of them were noticed. All others were harmless.
+        How many of the flips were noticed. All others were harmless.
     """
     shapes = save(folder / "whole", (3, 5), sharding)
     files, chance = files_of(folder / "whole" / "5"), random.Random(seed)
-    sizes = [8 * path.stat().st_size for path in files]
-    places = [i for i, size in enumerate(sizes) if size]
+    sizes = [path.stat().st_size for path in files]
+    for path, size in zip(files, sizes, strict=True):
+        restore_after(folder, path, path.read_bytes()[: size // 2], shapes, sharding)
     noticed = 0
     for number in range(num_flips):
-        bit = chance.randrange(sum(sizes))
-        if number % 2:
-            place = chance.choice(places)
-            bit = sum(sizes[:place]) + chance.randrange(sizes[place])
-        noticed += restore_after_flip(folder / "whole", folder / "flipped", bit, shapes, sharding)
+        (path,) = chance.choices(files, [size > 0 if number % 2 else size for size in sizes])
+        content = bytearray(path.read_bytes())
+        bit = chance.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        noticed += restore_after(folder, path, content, shapes, sharding)
     return noticed
 
 
 @pytest.mark.parametrize("flips", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_flipped_bits_are_noticed_or_harmless(tmp_path, flips):
+def test_flipped_bits_and_short_files_are_noticed_or_harmless(tmp_path, flips):
     # In a separate process, since threads that read the checkpoint complain on stderr.
     script = f"""
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
 from pathlib import Path
-from tests.trainer.test_checksums import flip_bits, split
-print(flip_bits(Path({str(tmp_path)!r}), {flips}, 0, split(2)))
+from tests.trainer.test_checksums import harm_files, split
+print(harm_files(Path({str(tmp_path)!r}), {flips}, 0, split(2)))
 """
     process = run_python("-c", script, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert process.returncode == 0, process.stderr
@@ -182,6 +171,25 @@ def test_damaged_checkpoint_that_is_alone_is_named_and_stays(damage, named, tmp_
     with refused(CheckpointError, named):
         restore_weights(tmp_path, shapes["weights"])
     assert [path.name for path in tmp_path.iterdir()] == ["5"]  # Nothing is renamed.
+
+
+def test_damaged_checkpoint_is_removed_and_the_one_before_is_used_unless_strict(tmp_path):
+    shapes, damaged = save(tmp_path, (3, 5)), f"The checkpoint {tmp_path / '5'} is damaged: "
+    (tmp_path / "5" / CHECKSUMS_FILE).write_text("{}")
+    way_out = "Without --checkpoint.strict, the same command goes on from step 3"
+    with (
+        Checkpoints(tmp_path, keep=2, strict=True) as checkpoints,
+        refused(CheckpointError, damaged, way_out),
+    ):
+        checkpoints.restore(shapes)
+    notes = []
+    with Checkpoints(tmp_path, keep=2, note=notes.append) as checkpoints:
+        assert checkpoints.restore(shapes)[1] == {**DATA_STATE, "at": 3}
+        assert checkpoints.steps == [3]
+    (note,) = notes
+    assert note.startswith(f"WARNING: {damaged}")
+    assert "It is removed, and the checkpoint of step 3 is used" in note
+    assert note.endswith("steps 4 to 5 are lost, and done again.")
 
 
 def test_checkpoint_that_may_be_whole_is_not_set_aside(tmp_path, monkeypatch):

@@ -65,6 +65,10 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
         interrupt_after(patch, 4)
         first = run(tmp_path / "run", RING, steps=7)
     assert (len(first.train), first.validation) == (4, None)
+    *_, advice, last = capsys.readouterr().out.splitlines()
+    assert advice.startswith("to go on: ")
+    assert f"train.py {tmp_path / 'run'}/config.json, or the same command" in advice
+    assert last == f"interrupted after step 4, which is saved in {tmp_path / 'run'}"
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     (entry,) = json.loads((tmp_path / "run/versions.json").read_text())
     assert entry == {"after_step": 0, "versions": current_versions()}

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -20,7 +18,6 @@ import pytest
 
 import train
 from programs import (
-    REPOSITORY,
     TINY,
     interrupt_after,
     logged_steps,
@@ -369,55 +366,3 @@ def test_loss_that_is_not_finite_stops_and_can_be_skipped(poisoned, tmp_path, ca
     chex.assert_trees_all_equal(states[4], states[3])
     skipped, after = (jax.tree.leaves(states[number]) for number in (4, 5))
     assert all((x != y).any() for x, y in zip(skipped, after, strict=True))
-
-
-# Signals.
-
-
-# The program, which waits in step 2 until a byte comes.
-WAITING = """
-import os, runpy, sys
-from trainer.run.metrics import Reporter
-advance = Reporter.advance
-
-def wait(self, at, measured=None):
-    advance(self, at, measured)
-    if at == 2:
-        os.read(0, 1)
-
-Reporter.advance = wait
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_sigterm_saves_and_exits_with_status_0(data, tmp_path, capsys):
-    flags = "--evaluate-every 1"
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(jax.devices()))}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, *flags_of(data, tmp_path / "run", flags)],
-        cwd=REPOSITORY, env=os.environ | environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step 2/8  train loss"):
-            process.send_signal(signal.SIGTERM)
-            process.stdin.write("x")
-            process.stdin.flush()
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert errors == ""
-    (last,) = saved_steps(tmp_path / "run")
-    assert last in (2, 3)
-    assert lines[-2].startswith("to go on: ")
-    assert f"train.py {tmp_path / 'run'}/config.json, or the same command" in lines[-2]
-    assert lines[-1] == f"interrupted after step {last}, which is saved in {tmp_path / 'run'}\n"
-    assert logged_steps(tmp_path / "run") == list(range(1, last + 1))
-
-    losses = run(data, tmp_path / "run", flags)
-    assert f"after step {last}\n" in capsys.readouterr().out
-    assert len(losses.train) == STEPS - last
-    assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))
