@@ -530,14 +530,6 @@ def add_tokenizer(folder, num_ids):
     built.save(str(folder / "tokenizer.json"))
 
 
-def test_tokenizer_larger_than_the_vocabulary_raises(model):
-    add_tokenizer(model, 48)
-    open_it(model)
-    add_tokenizer(model, 49)
-    with refused(InputError, vocab_size=48):
-        open_it(model)
-
-
 def test_log_says_which_tokens_this_program_does_not_add(model):
     """Llama and Mistral have always seen one first."""
     add_tokenizer(model, 48)
@@ -830,18 +822,6 @@ def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):
         found(model, tokenizer=mine)
 
 
-def test_export_copies_the_files_of_the_tokenizer(model, tmp_path):
-    add_tokenizer(model, 48)
-    run_dir, out = tmp_path / "run", tmp_path / "out"
-    (tmp_path / "mine.jinja").write_text("{{ messages }}")
-    config = make_config(model, steps=0, run_dir=run_dir, devices=1, tensorboard=False)
-    import_pretrained(config)
-    data = dataclasses.replace(config.data, chat_template=tmp_path / "mine.jinja")
-    export_run(run_dir, dataclasses.replace(config, data=data), out)
-    assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
-    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
-
-
 def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     import_and_export(LLAMA, run_dir, out)
@@ -877,14 +857,16 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     export_run(run_dir, config, out)
 
 
-def test_export_command(tmp_path, capsys):
+def test_export_command(model, tmp_path, capsys):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     with refused(InputError, "RUN_DIR"):
         export_command.main([str(run_dir), str(out)])
-    import_and_export(LLAMA, run_dir, tmp_path / "first")
+    add_tokenizer(model, 48)
+    import_and_export(model, run_dir, tmp_path / "first")
     export_command.main([str(run_dir), str(out), "--step", "0", "--dtype", "bfloat16"])
     assert "after step 0, in bfloat16, in 1 file" in capsys.readouterr().err
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
 
 
 WINDOWS = (7, "none")

@@ -136,16 +136,12 @@ class ImageConfig:
                 f"latent_scale={self.latent_scale}, path={self.path}. Leave it out: images have "
                 "values from -1 to 1."
             )
-        if self.resize is not None and (self.path is None or self.holds_latents):
-            raise InputError(
-                "data.resize needs a folder of images; got "
-                f"resize={self.resize!r}, path={self.path}. Leave it out, or give --data.path."
-            )
-        if self.sizes and (self.path is None or self.holds_latents):
-            raise InputError(
-                f"data.sizes need a folder of images; got sizes={self.sizes}, path={self.path}. "
-                "Leave them out, or give --data.path."
-            )
+        for name in ("resize", "sizes"):
+            if getattr(self, name) and (self.path is None or self.holds_latents):
+                raise InputError(
+                    f"data.{name} needs a folder of images; got {name}={getattr(self, name)!r}, "
+                    f"path={self.path}. Leave it out, or give --data.path."
+                )
         for size in self.sizes:
             if not re.fullmatch("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}", size):
                 raise InputError(
