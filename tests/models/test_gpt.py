@@ -1,5 +1,6 @@
 """The GPT alone, with dense attention, and with sharded attention in its place."""
 
+import dataclasses
 import functools
 
 import jax
@@ -128,31 +129,23 @@ def test_gpt_of_other_parts_has_their_weights_and_gradients():
     )
 
 
-@pytest.mark.slow
 def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
     calls = []
 
     def noted(name):
-        def wrap(function):
+        def wrap(x):
             calls.append(name)
-            return function
+            return x
 
         return wrap
 
-    def summed(x):
-        calls.append("reduce_from_tensor")
-        return x
-
-    hooks = Hooks(wrap_layer=noted("wrap_layer"), tiled=noted("tiled"), reduce_from_tensor=summed)
+    hooks = Hooks(**{field.name: noted(field.name) for field in dataclasses.fields(Hooks)})
     tokens, positions = make_tokens()
     attention_fn = functools.partial(dense_attention, positions)
-    expected = dense_logits(tokens, positions)
-    actual = jax.jit(lambda: make_model(attention_fn, hooks=hooks)(tokens, positions))()
-    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    jax.eval_shape(lambda: make_model(attention_fn, hooks=hooks)(tokens, positions))
     # The scan over layers traces one of them.
-    assert calls.count("wrap_layer") == 1
-    assert calls.count("tiled") >= 1
-    assert calls.count("reduce_from_tensor") >= 2
+    assert calls.count("wrap_layer") == calls.count("tiled") == 1
+    assert calls.count("copy_to_tensor") == calls.count("reduce_from_tensor") == 2
 
 
 def test_gpt_with_a_cache_equals_the_whole_forward_pass():
