@@ -4,7 +4,6 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from unittest.mock import create_autospec
 
 import jax
 import numpy as np
@@ -13,7 +12,6 @@ import tokenizers
 
 import oracle
 import startrail_jax
-from startrail_jax.planner import here
 from train import read_command_line
 from trainer.command_line import parse
 from trainer.tasks import TASKS
@@ -131,8 +129,6 @@ def test_example_of_the_first_page_is_that_of_readme():
 
 @pytest.mark.slow
 def test_python_of_all_other_pages_runs(monkeypatch, capsys):
-    # It takes seconds, and has tests of its own.
-    monkeypatch.setattr(here, "measure_cluster", create_autospec(here.measure_cluster))
     others = [page for page in PAGES if blocks(page, "python")]
     for page in (README, *(ROOT / "docs" / f"{x}.md" for x in ("index", "attention", "parts"))):
         others.remove(page)
