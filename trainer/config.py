@@ -336,8 +336,8 @@ class TrainConfig:
     """Metrics for MLflow."""
 
     devices: int | None = None
-    """Number of devices to use. The default is all real devices, or 8 simulated ones on a machine
-    that has only a CPU."""
+    """Number of devices to use, of all processes together. The default is all real devices, or 8
+    simulated ones on a machine that has only a CPU."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO level: 0 splits nothing over the devices, 1 splits the state of the optimizer, 2 also
     the gradients, 3 also the weights."""
