@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from startrail_jax import masks
-from startrail_jax.analysis.algorithms import GLOO, NCCL
+from startrail_jax.analysis.algorithms import GLOO, NCCL, Algorithm
 from startrail_jax.analysis.cost import communication
 from startrail_jax.analysis.ports import cheapest_order, messages
 from startrail_jax.analysis.settings import all_degrees
@@ -122,8 +122,8 @@ def choose_order(
         return given
     if len(set(nodes)) == 1:
         return ROLES
-    sent = _sent(degrees, call)
-    return cheapest_order(degrees, nodes, [sent], GLOO if platform == "cpu" else NCCL)
+    sent = transfers(degrees, call)
+    return cheapest_order(degrees, nodes, [sent], algorithms(platform))
 
 
 def describe_nodes(degrees: Degrees, order: Sequence[str], nodes: Sequence[int]) -> str:
@@ -161,17 +161,22 @@ def _bytes(
     platform: str | None,
 ) -> tuple[int, int]:
     """Bytes through the busiest port of a node, and bytes that a device receives."""
-    sent = _sent(degrees, call)
+    sent = transfers(degrees, call)
     received = sum(transfer.received_bytes for transfer in sent)
     if nodes is None or len(set(nodes)) == 1:
         return 0, received
-    algorithms = GLOO if platform == "cpu" else NCCL
-    order = given_order(mesh) or cheapest_order(degrees, nodes, [sent], algorithms)
-    through = messages(degrees, sent, algorithms).through(node_grid(degrees, order, nodes).ravel())
+    divided = algorithms(platform)
+    order = given_order(mesh) or cheapest_order(degrees, nodes, [sent], divided)
+    through = messages(degrees, sent, divided).through(node_grid(degrees, order, nodes).ravel())
     return through.port_bytes, received
 
 
-def _sent(degrees: Degrees, call: Mapping[str, Any]) -> tuple[Transfer, ...]:
+def algorithms(platform: str | None) -> Mapping[str, Algorithm]:
+    """How the devices of a platform divide collectives into messages."""
+    return GLOO if platform == "cpu" else NCCL
+
+
+def transfers(degrees: Degrees, call: Mapping[str, Any]) -> tuple[Transfer, ...]:
     """What a device receives in attention: in one layer, or in all of them where they differ."""
     options = {"batch": degrees.data, "seq_len": 2 * degrees.sequence, **call}
     windows = options.pop("windows", None)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from startrail_jax.analysis.algorithms import GLOO, NCCL, Algorithm
-from startrail_jax.analysis.cost import communication
 from startrail_jax.analysis.ports import messages
 from startrail_jax.analysis.settings import legal_degrees
 from startrail_jax.attention import Attention
@@ -26,6 +24,7 @@ from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.data.parts import DeviceSplit, Parts
 from trainer.objective import Objective
+from trainer.parallel.degrees import algorithms, transfers
 
 
 def make_parts(
@@ -51,7 +50,6 @@ def make_parts(
     share = attention.layout.padded_length(config.num_tokens) // longest
     dims = [mesh.axis_names.index(name) for name in names]
     nodes = np.moveaxis(mesh_nodes(mesh, config.mesh.devices_per_node), dims, range(len(dims)))
-    algorithms = GLOO if device_kind(mesh)[0] == "cpu" else NCCL
     splits, attentions = [], []
     for c in range(1, longest + 1):
         if devices % c:
@@ -59,7 +57,7 @@ def make_parts(
         if c == longest:
             of_split, places = attention, _places(attention, names)
         else:
-            degrees = _degrees(nodes.reshape(devices // c, -1), config, attention, algorithms)
+            degrees = _degrees(nodes.reshape(devices // c, -1), c * share, config, attention)
             kind = attention.layout.kind
             of_split = dataclasses.replace(
                 attention, axis=names, degrees=degrees, axis_names=None, layout=kind
@@ -116,38 +114,31 @@ def _places(attention: Attention, names: Sequence[str]) -> tuple[tuple[int, int]
     return tuple(zip(rows.ravel().tolist(), rank.ravel().tolist(), strict=True))
 
 
-def _degrees(
-    nodes: np.ndarray,
-    config: TrainConfig,
-    attention: Attention,
-    algorithms: Mapping[str, Algorithm],
-) -> Degrees:
+def _degrees(nodes: np.ndarray, seq_len: int, config: TrainConfig, attention: Attention) -> Degrees:
     """The degrees of a split with the fewest bytes, among those that the heads allow.
 
     Args:
         nodes: the node of each device [rows, devices of a row].
+        seq_len: tokens of a row.
         config: model and options of the run.
         attention: the attention of the mesh.
-        algorithms: how collectives are divided into messages.
     """
     model, chunks, tensor = config.model, config.attention.head_chunks, attention.degrees.tensor
-    c = nodes.shape[1] // tensor
     # Rows whose devices lie alike on nodes send alike.
     places = {tuple(np.unique(row, return_inverse=True)[1].tolist()) for row in nodes}
-    call: dict[str, Any] = {
-        **{name: getattr(model, name) for name in ("heads", "kv_heads")},
-        **{"batch": 1, "seq_len": 2 * c, "causal": True, "layout": "zigzag"},
-    }
+    divided = algorithms(device_kind(attention.mesh)[0])
+    call = {**config.attention_call, "seq_len": seq_len}
+    sizes = {name: call[name] for name in ("heads", "kv_heads", "causal", "layout", "seq_len")}
     settings = [
         degrees
-        for degrees in legal_degrees(c * tensor, given={"tensor": tensor}, **call)
+        for degrees in legal_degrees(nodes.shape[1], given={"tensor": tensor}, batch=1, **sizes)
         if max(model.kv_heads // (degrees.head * degrees.tensor), 1) % chunks == 0
     ]
 
     def received(degrees: Degrees) -> tuple[int, int, bool, int]:
-        sent = communication(degrees, head_dim=model.head_dim, dtype=model.dtype, **call).total
-        found = messages(degrees, sent.transfers, algorithms)
+        sent = transfers(degrees, call)
+        found = messages(degrees, sent, divided)
         port = max(found.through(place).port_bytes for place in places)
-        return port, sent.received_bytes, degrees.ring == 1, degrees.ring
+        return port, sum(x.received_bytes for x in sent), degrees.ring == 1, degrees.ring
 
     return dataclasses.replace(min(settings, key=received), data=len(nodes))
