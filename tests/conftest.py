@@ -17,7 +17,7 @@ SIMULATED_DEVICES = 64
 # The only reasons to skip: a machine that lets nobody emulate others, and large packages, which
 # steps of `.ci/run` install.
 ALLOWED_SKIPS = (
-    *("needs network namespaces", "needs jax-cuda13-pjrt"),
+    *("needs network namespaces", "needs jax-cuda13-pjrt", "needs fa4-jax"),
     *("needs wandb", "needs mlflow"),
     "this Flax has no is_causal",
 )

@@ -1,8 +1,8 @@
 """cuDNN's attention kernels in plain JAX: what the backends built on them make of them, anywhere.
 
-The same contract as the real calls, in `startrail_jax.blocks.kernels`: masks full or causal from
-the top left, the latter with a window if there are as many keys as queries; segments, outside of
-which results are NaN; logits and softmax in float32; probabilities (and their gradients) rounded
+The same contract as the real calls, in `startrail_jax.blocks.cudnn`: masks full or causal from the
+top left, the latter with a window if there are as many keys as queries; segments, outside of which
+results are NaN; logits and softmax in float32; probabilities (and their gradients) rounded
 for the products that follow; results rounded to the dtype of q; and a backward pass that takes any
 lse and computes delta from out and dout. Unlike them it serves float32 and any head_dim, so that
 errors of float32 size prove what is around the kernels.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from startrail_jax.blocks import kernels, packed
+from startrail_jax.blocks import cudnn, packed
 
 _dot = functools.partial(
     jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
@@ -26,6 +26,7 @@ _dot = functools.partial(
 
 def attend(q, k, v, scale, causal, window=0, segments=None):
     """Returns out [b, t, n, v] in the dtype of q and lse in float32, NaN outside of segments."""
+    assert q.shape[3] == v.shape[3] or not _joins_rows(segments)
     seen, inside = _visible(q, k, causal, window, segments)
     rows, keys, values = (_joined(x, segments) for x in (q, k, v))
     logits = _logits(rows, keys, scale, seen)
@@ -78,15 +79,15 @@ def install(monkeypatch, calls=None):
         calls: a list, for (name of the kernel, (queries, keys, mask)) of every call that runs; the
             mask is whether it is causal, or the number of keys in its window.
     """
-    real = kernels.refusal
+    real = cudnn.refusal
     usual = dict(
         platform="cuda", capability=(9, 0), dtype="bfloat16", head_dim=64, value_head_dim=64
     )
     monkeypatch.setattr(
-        kernels, "refusal", lambda request: real(dataclasses.replace(request, **usual))
+        cudnn, "refusal", lambda request: real(dataclasses.replace(request, **usual))
     )
     for kernel in (attend, gradients):
-        monkeypatch.setattr(kernels, kernel.__name__, _recorded(kernel, calls))
+        monkeypatch.setattr(cudnn, f"_{kernel.__name__}", _recorded(kernel, calls))
 
 
 def short_levels(monkeypatch):

@@ -12,6 +12,7 @@ OURS = {"startrail_jax", "trainer", "models", "configs", "train", "sample"}
 # Distributions whose module has another name.
 MODULES = {
     "docstring-parser": "docstring_parser",
+    "fa4-jax": "fa4_jax",
     "orbax-checkpoint": "orbax",
     "pillow": "PIL",
     "scikit-learn": "sklearn",
@@ -41,7 +42,12 @@ def imported(*paths):
 
 def test_core_requires_what_the_wheel_imports_and_no_more():
     files = set((ROOT / "startrail_jax").rglob("*.py")) - {ROOT / "startrail_jax" / "testing.py"}
-    assert imported(*files) == required()
+    assert imported(*files) == required() | {"fa4_jax"}
+
+
+def test_kernels_of_another_package_are_an_extra():
+    assert imported(ROOT / "startrail_jax" / "blocks" / "fa4.py") - required() == {"fa4_jax"}
+    assert required("fa4") - required() == {"fa4_jax"}
 
 
 def test_testing_requires_what_it_imports():

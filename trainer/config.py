@@ -303,6 +303,10 @@ class AttentionConfig:
     exchange: Literal["auto", "rings"] = "auto"
     """What devices send each other in layers with a window: "auto" (only the keys inside the
     window, where this takes fewer bytes) or "rings" (the units of the scheme)."""
+    backend: Literal["auto", "fa4"] = "auto"
+    """Kernels of the attention: "auto" (cuDNN's on GPUs) or "fa4" (those of FlashAttention-4, on
+    Hopper and later, which need the extra fa4). With "fa4", two runs may differ in the last
+    bits."""
 
     def __post_init__(self) -> None:
         for name in ("inner", "head_chunks"):

@@ -8,6 +8,7 @@ over the whole array: |x - reference| / |reference|.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.rings import collectives, vjp
 
+HAS_FA4 = importlib.util.find_spec("fa4_jax") is not None
+"""Whether the package of backend "fa4" is installed."""
 NAMES = ("out", "dq", "dk", "dv")
 MOST_RATIO = 1.4
 """Largest error that is allowed, as a multiple of that of jax's attention in the same dtype."""
@@ -43,6 +46,8 @@ class Check:
     heads: int = 8
     kv_heads: int = 8
     head_dim: int = 128
+    value_head_dim: int | None = None
+    """Channels of a value head; None for `head_dim`."""
     seq_len: int = 4096
     window: int | None = None
     packed: bool = False
@@ -54,6 +59,7 @@ class Check:
         mask += f", window {self.window}" if self.window else ""
         mask += ", packed" if self.packed else ""
         heads = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+        heads += f"/{self.value_head_dim}" if self.value_head_dim else ""
         text = f"{self.backend}, {self.dtype}, {mask}, {heads}, {self.seq_len} tokens"
         sizes = [f"{axis} {size}" for axis, size in vars(self.degrees).items() if size > 1]
         return f"{text}, {', '.join(sizes)} at once" if sizes else text
@@ -66,10 +72,14 @@ class Check:
     def inputs(self) -> tuple[Array, ...]:
         """Random q, k, v and dout, and segment ids: if `packed`, three documents, then padding."""
         rng = np.random.default_rng(0)
-        arrays = (
-            rng.standard_normal((1, self.seq_len, n, self.head_dim), np.float32)
-            for n in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        value_head_dim = self.value_head_dim or self.head_dim
+        sizes = (
+            (self.heads, self.head_dim),
+            (self.kv_heads, self.head_dim),
+            (self.kv_heads, value_head_dim),
+            (self.heads, value_head_dim),
         )
+        arrays = (rng.standard_normal((1, self.seq_len, *size), np.float32) for size in sizes)
         ends = np.asarray([0.07, 0.6, 0.93]) * self.seq_len
         ids = (np.arange(self.seq_len)[:, None] >= ends).sum(1)
         ids = np.where(ids == 3, -1, ids) if self.packed else np.zeros_like(ids)
@@ -96,6 +106,14 @@ CHECKS = (
     Check(backend="cudnn", dtype="float16", kv_heads=2, degrees=st.Degrees(team=4, ring=2)),
     Check(backend="xla", dtype="float32", packed=True, window=700, seq_len=2048),
     Check(backend="cudnn", packed=True, window=700, seq_len=8192, degrees=st.Degrees(ring=2)),
+    Check(backend="cudnn", head_dim=192, value_head_dim=128),
+    Check(backend="cudnn", head_dim=192, value_head_dim=128, packed=True, kv_heads=2),
+    Check(backend="cudnn", head_dim=256, kv_heads=2),
+    Check(backend="fa4", kv_heads=2),
+    Check(backend="fa4", causal=False, head_dim=64),
+    Check(backend="fa4", packed=True, kv_heads=2, seq_len=8192),
+    Check(backend="fa4", dtype="float16", seq_len=8192),
+    Check(backend="fa4", head_dim=96, value_head_dim=64),
 )
 TINY_CHECKS = tuple(
     replace(check, backend="xla", heads=2, kv_heads=1, head_dim=16, seq_len=128)
@@ -115,6 +133,9 @@ def measure(report: Report) -> bool:
     for check in TINY_CHECKS if report.tiny else CHECKS:
         if report.seconds_left < 0:
             print(f"left out, as the time was up: {check}")
+            continue
+        if check.backend == "fa4" and not HAS_FA4:
+            print(f"left out, as fa4-jax is not installed: {check}")
             continue
         try:
             line, right = measure_row(report, check)
@@ -239,9 +260,14 @@ def jax_attention(check: Check, implementation: Any) -> Callable[..., tuple[Arra
         options: dict[str, Any] = dict(is_causal=check.causal)
         if check.packed or check.window:
             options = dict(mask=check.visible(ids)[:, None])
-        attend = functools.partial(
-            jax.nn.dot_product_attention, implementation=implementation, **options
-        )
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            # Values have as many channels as keys.
+            head_dim, missing = v.shape[3], q.shape[3] - v.shape[3]
+            v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing)))
+            attend = jax.nn.dot_product_attention
+            return attend(q, k, v, implementation=implementation, **options)[..., :head_dim]
+
         out, pull = jax.vjp(attend, q, k, v)
         # jax's rows that see no key attend to all of them.
         sees = (ids >= 0)[:, :, None, None]

@@ -13,9 +13,11 @@ Part 2, speed, gives medians of samples that are taken in turn, in bfloat16, on 
 
     (a)         jax's cuDNN attention
     (b)         `Attention` on a mesh of this one GPU
+    (c)         the same with backend "fa4", if fa4-jax is installed
     ms          one call; fwd+bwd is both passes
     TFLOP/s     useful work over time: 4 * pairs * heads * head_dim forward, 2.5 times that
-                backward, of visible (query, key) pairs only
+                backward, of visible (query, key) pairs only; for values of another head_dim
+                likewise
     x (a)       TFLOP/s over those of (a)
     GiB         arguments, results and temporaries, as compiled
 
@@ -50,7 +52,7 @@ ERRORS_SHARE, STEP_MINUTES = 0.45, 2.0
 """Share of the time that part 1 may take, and minutes that part 2 leaves for part 3."""
 
 PACKAGES = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13",
-            "nvidia-cudnn-cu12")  # fmt: skip
+            "nvidia-cudnn-cu12", "fa4-jax")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

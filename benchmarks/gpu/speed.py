@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import startrail_jax as st
+from benchmarks.gpu.errors import HAS_FA4
 from benchmarks.gpu.report import Program, Report, time_in_turn
 
-JAX, OURS = "(a) jax.nn, cuDNN", "(b) Attention"
+JAX, OURS, FA4 = "(a) jax.nn, cuDNN", "(b) Attention", "(c) backend fa4"
 FORWARD, BOTH = "fwd", "fwd+bwd"
 # Of each row, and how long those of one problem may take.
 SAMPLES, SAMPLING_SECONDS = 7, 20.0
@@ -31,6 +32,7 @@ class Problem:
     heads: int = 16
     kv_heads: int = 16
     head_dim: int = 128
+    value_head_dim: int = 128
     window: int | None = None
     documents: int = 0
     """Mean length of the documents that lie packed in the rows; 0 for rows without documents."""
@@ -42,7 +44,9 @@ class Problem:
         mask += f" window {self.window}" if self.window else ""
         mask += f" documents {self.documents}" if self.documents else ""
         rows = f"{self.rows} x " if self.rows > 1 else ""
-        return f"{rows}{length} {mask} {self.heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{rows}{length} {mask} {self.heads}/{self.kv_heads}x{self.head_dim}" + (
+            f"/{self.value_head_dim}" if self.value_head_dim != self.head_dim else ""
+        )
 
     @property
     def ids(self) -> np.ndarray | None:
@@ -62,16 +66,22 @@ class Problem:
                 seen -= np.stack([np.searchsorted(x, x) for x in ids])
             seen = np.minimum(seen, self.window or n)
         pairs = int(seen.sum())
-        return (1 if step == FORWARD else 3.5) * 4 * pairs * self.heads * self.head_dim
+        products = (1, 1) if step == FORWARD else (4, 3)
+        channels = products[0] * self.head_dim + products[1] * self.value_head_dim
+        return 2 * pairs * self.heads * channels
 
     def arrays(self) -> tuple[jax.Array, ...]:
         """Normal q, k, v and dout."""
         keys = jax.random.split(jax.random.key(0), 4)
+        sizes = (
+            (self.heads, self.head_dim),
+            (self.kv_heads, self.head_dim),
+            (self.kv_heads, self.value_head_dim),
+            (self.heads, self.value_head_dim),
+        )
         return tuple(
-            jax.random.normal(key, (self.rows, self.seq_len, n, self.head_dim), jnp.bfloat16)
-            for key, n in zip(
-                keys, (self.heads, self.kv_heads, self.kv_heads, self.heads), strict=True
-            )
+            jax.random.normal(key, (self.rows, self.seq_len, *size), jnp.bfloat16)
+            for key, size in zip(keys, sizes, strict=True)
         )
 
 
@@ -90,8 +100,10 @@ PROBLEMS = (
     Problem(65536, kv_heads=4),
     Problem(131072, kv_heads=4),
     Problem(262144),
+    Problem(32768, head_dim=192),
+    Problem(32768, kv_heads=4, head_dim=256, value_head_dim=256),
 )
-TINY_PROBLEMS = (Problem(128, heads=2, kv_heads=1, head_dim=16),)
+TINY_PROBLEMS = (Problem(128, heads=2, kv_heads=1, head_dim=16, value_head_dim=16),)
 
 
 def measure(report: Report) -> None:
@@ -110,10 +122,12 @@ def measure(report: Report) -> None:
 def measure_rows(report: Report, problem: Problem) -> None:
     """Measures the rows of one problem in turn."""
     arrays = problem.arrays()
+    with_fa4 = HAS_FA4 and not (report.tiny or problem.window)
+    names = (JAX, OURS, FA4) if with_fa4 else (JAX, OURS)
     programs = {
         (name, step): program_of(report, problem, name, step, arrays)
         for step in (FORWARD, BOTH)
-        for name in (JAX, OURS)
+        for name in names
     }
     time_in_turn(list(programs.values()), SAMPLES, min(SAMPLING_SECONDS, report.seconds_left / 4))
     for (name, step), program in programs.items():
@@ -131,13 +145,15 @@ def program_of(
     report: Report, problem: Problem, name: str, step: str, arrays: tuple[jax.Array, ...]
 ) -> Program:
     """The program of a row on q, k, v and dout; that of jax leaves documents out."""
-    causal, window, backend = problem.causal, problem.window, "xla" if report.tiny else "cudnn"
+    causal, window = problem.causal, problem.window
+    usual: Literal["xla", "cudnn"] = "xla" if report.tiny else "cudnn"
+    backend = "fa4" if name == FA4 else usual
     attention = st.Attention(report.mesh, causal=causal, window=window, backend=backend)
     of_jax = functools.partial(
         jax.nn.dot_product_attention,
         is_causal=causal,
         local_window_size=window and (window - 1, 0),
-        implementation=backend,
+        implementation=usual,
     )
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *ids: jax.Array) -> Any:

@@ -15,14 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from startrail_jax.blocks import cudnn, tiled, xla
+from startrail_jax.blocks import cudnn, fa4, tiled, xla
 from startrail_jax.blocks.base import Block, Pair, Request
+from startrail_jax.blocks.flash import Flash
 from startrail_jax.blocks.softmax import Partials
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.shapes import LseShard, OutShard
 
 # To add a backend, name it here, and in the order in which "auto" tries them.
-BACKENDS: dict[str, Block] = {"xla": xla, "cudnn": cudnn, "tiled": tiled}
+BACKENDS: dict[str, Block] = {
+    "xla": xla, "cudnn": Flash(cudnn), "tiled": tiled, "fa4": Flash(fa4)
+}  # fmt: skip
 PREFERENCE = ("cudnn", "tiled", "xla")
 
 

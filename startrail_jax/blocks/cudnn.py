@@ -1,393 +1,410 @@
-"""Block attention by cuDNN's flash kernels: NVIDIA GPUs, 16-bit dtypes, full masks, causal ones and
-causal windows.
+"""cuDNN's flash attention kernels as functions of arrays on one device, and what they serve.
 
-The visible part of a pair of sorted units is a set of full rectangles and causal squares
-(`Pieces`), each of which is one kernel call. Where only the device knows which of several sets it
-is, `lax.switch` chooses. cuDNN needs no other masks for this, and it serves grouped-query heads.
+A window needs cuDNN 9.2, which is older than the one of any jax that is supported; values of
+another head_dim than keys need 9.10. JAX asks for no more.
 
-A causal window also has squares with a window, which cuDNN's kernels know: they take the number of
-keys that a query sees. They need cuDNN 9.2, which is older than the one of any jax that is
-supported, as many keys as queries, and neither bias nor dropout. JAX asks for no more. The far end
-of a window is a causal square in reverse order of tokens.
-
-Of packed documents, each call sees what `packed` makes of it, from compute capability 9.0 on. Where
-documents do not lie in order, `tiled` serves the pair.
+XLA runs these kernels as custom calls, which are made here through the public `jax.ffi`. The
+entry that JAX has (`jax.nn.dot_product_attention`) rounds the log-sum-exp, and its backward pass
+does not accept a global one. XLA defines the contract of the calls (CudnnfMHABackendConfig in
+xla/service/gpu/backend_configs.proto); a test compares these calls with those of JAX.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float32, Int32
 
-from startrail_jax.blocks import kernels, packed, tiled
-from startrail_jax.blocks.base import Pair, Request
-from startrail_jax.blocks.packed import Ids
-from startrail_jax.blocks.pieces import Pieces
-from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
-from startrail_jax.blocks.visibility import Cases, Visibility
-from startrail_jax.masks import Causal, Full
-from startrail_jax.masks.algebra import causal_window
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
-from startrail_jax.xla.varying import alike
+from startrail_jax.blocks import softmax
+from startrail_jax.blocks.base import Request
+from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.xla.varying import alike, as_varying
 
-# Number of attentions to merge at a time. More of them take more memory; with fewer of them the
-# merged one is read and written more often.
-MAX_PARTIALS = 4
+DTYPES = ("bfloat16", "float16")
 
-# Greatest number of sets of pieces to choose from; each of them is compiled.
-MAX_CASES = 128
+# See `packed.Kernels`.
+by_segment = True
+
+# Tokens to a multiple of which tokens in reverse order are padded: a window of 1024 has 1023 at its
+# far end. Until cuDNN 9.15.1, the backward pass could read beyond keys of another number.
+TILE = 128
+
+
+class Segments(NamedTuple):
+    """The queries and keys that see each other in a call: the tokens of documents.
+
+    Without starts, there is one segment for each row of the batch: its first queries and its last
+    keys. With starts, there are as many in each row, of all rows together, and a row is only a part
+    of memory: tokens are counted from the first of all rows, and a segment may begin in one row and
+    end in the next. Results of tokens outside of all segments mean nothing.
+    """
+
+    query_lengths: Int32[Array, " segments"]
+    """Number of queries of each segment; 0 for one that is not used."""
+    key_lengths: Int32[Array, " segments"]
+    """Number of keys of each."""
+    query_starts: Int32[Array, " segments"] | None = None
+    """Index of the first query of each segment, over all rows."""
+    key_starts: Int32[Array, " segments"] | None = None
+    """Index of the first key of each, likewise."""
 
 
 def refusal(request: Request) -> str | None:
-    """See `base.Block.refusal`."""
-    if (why := kernels.refusal(request)) is not None:
-        return why
-    full = isinstance(request.mask, Full)
-    if not (full or isinstance(request.mask, Causal) or causal_window(request.mask)):
-        return f"its masks are full, causal and causal windows; got mask={request.mask}"
-    if request.packed and full:
-        return "its kernels serve documents under causal masks and windows; got mask=Full()"
-    if request.packed and request.capability is not None and request.capability < (9, 0):
+    """Why the kernels do not serve a request, whatever its mask; None if they may."""
+    hopper = (request.capability or (0, 0)) >= (9, 0)
+    widest = 256 if hopper else 128
+    head_dims = request.head_dim, request.value_head_dim
+    if request.platform != "cuda":
+        return f"it needs NVIDIA GPUs; got platform {request.platform!r}"
+    if request.capability is not None and request.capability < (8, 0):
+        return f"it needs compute capability 8.0; got {'.'.join(map(str, request.capability))}"
+    if request.dtype not in DTYPES:
+        return f"its dtypes are {' and '.join(DTYPES)}; got {request.dtype}"
+    if head_dims[0] != head_dims[1] and not hopper:
+        return (
+            "keys and values must have one head_dim before compute capability 9.0; got "
+            f"{head_dims[0]} and {head_dims[1]}"
+        )
+    if any(head_dim % 8 or head_dim > widest for head_dim in head_dims):
+        return (
+            f"head_dim must be a multiple of 8 of at most {widest} (256 from compute capability "
+            f"9.0 on); got {' and '.join(map(str, dict.fromkeys(head_dims)))}"
+        )
+    if request.packed and request.capability is not None and not hopper:
         return (
             "its kernels serve documents from compute capability 9.0 on; got "
             f"{'.'.join(map(str, request.capability))} and segment_ids"
         )
-    if not full and request.num_cases > MAX_CASES:
-        return (
-            f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; "
-            f"got {request.num_cases}"
-        )
+    return refusal_of_scores(request)
+
+
+def refusal_of_scores(request: Request) -> str | None:
+    """Why flash kernels do not serve the scores of a request; None if it has none."""
+    if request.softcap is not None:
+        return f"its kernels do not cap logits; got softcap={request.softcap}"
+    if request.scores:
+        return f"its kernels serve no scores of a call; got {', '.join(request.scores)}"
     return None
 
 
-def forward(pair: Pair, into: Partials = ()) -> Partials:
-    """See `base.Block.forward`. Merges `into` once it has `MAX_PARTIALS` attentions."""
-    assert pair.scores.plain, "refused"
-    if len(into) >= MAX_PARTIALS:
-        # Merge before the kernel: XLA would take a merge after it for enough to hide a message.
-        into, q = lax.optimization_barrier(((merge_precisely(into),), pair.q))
-        pair = pair._replace(q=q)
-    if pair.visibility.query_segments is None:
-        return (*into, _attend(pair))
+def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
+    """An output whose rowsum(dout * out) is `delta`, and dout, both in the dtype of dout.
 
-    def tiles() -> tuple[OutShard, LseShard]:
-        ((out, lse, _),) = tiled.forward(pair)
-        return out.astype(pair.q.dtype), lse
+    cuDNN's backward pass takes no delta but computes it from out and dout. Any out with the right
+    sum will do, such as
 
-    return (*into, _if_in_order(pair, lambda ids: _attend(pair, ids), tiles))
+        out = delta dout / rowsum(dout^2)
 
-
-def backward(
-    pair: Pair,
-    lse: LseShard,
-    delta: LseShard,
-    dout: OutShard,
-    into: tuple[Array | None, ...] = (None, None, None),
-) -> tuple[Array, ...]:
-    """See `base.Block.backward`."""
-    q, k, _, visibility, *_ = pair
-    assert pair.scores.plain, "refused"
-    queries = lse, *kernels.output_for(delta, dout)
-    # Sums, of several calls or with `into`, stay in float32.
-    sums = any(len(_calls(pieces)) > 1 for pieces in _cases(visibility, q, k)[1])
-    dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
-    if visibility.query_segments is None:
-        return _gradients(pair, queries, into, dtypes)
-
-    def tiles() -> tuple[Array, ...]:
-        # A round of one call gives 16 bits, which the next one is given.
-        so_far = tuple(dx if dx is None else dx.astype(jnp.float32) for dx in into)
-        grads = tiled.backward(pair, lse, delta, dout, so_far)
-        return tuple(dx.astype(dtype) for dx, dtype in zip(grads, dtypes, strict=True))
-
-    return _if_in_order(pair, lambda ids: _gradients(pair, queries, into, dtypes, ids), tiles)
+    So the true output need not travel, and delta may include the gradient of lse. Where dout is too
+    small for the quotient, a constant that is as small as the dtype allows takes its place.
+    """
+    half = dout.dtype == jnp.float16
+    greatest, least = (2.0**14, 2.0**-24) if half else (2.0**60, 2.0**-80)
+    delta = softmax.rows(delta)
+    largest = jnp.abs(dout).max(-1, keepdims=True).astype(jnp.float32)
+    tiny = jnp.maximum(jnp.abs(delta) / (dout.shape[-1] * greatest), least).astype(dout.dtype)
+    small = largest * greatest < jnp.abs(delta)
+    dout = jnp.where(small, tiny, dout)
+    # Scale each row to at most 1, so that no square overflows or vanishes.
+    largest = jnp.where(small, tiny.astype(jnp.float32), largest)
+    largest = jnp.where(largest > 0, largest, 1.0)
+    unit = dout.astype(jnp.float32) / largest
+    norm = jnp.square(unit).sum(-1, keepdims=True)
+    out = delta / largest / jnp.maximum(norm, 1.0) * unit
+    return out.astype(dout.dtype), dout
 
 
-def _if_in_order(pair: Pair, calls: Callable[[Ids], Any], tiles: Callable[[], Any]) -> Any:
-    """Runs the calls that `packed` makes if documents lie in order, else the tiles of `tiled`.
+def attend(
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    segments: Segments | None = None,
+    edge: bool = False,
+) -> tuple[OutShard, Float32[Array, "_ n _"]]:
+    """Calls cuDNN's forward kernel.
 
     Args:
-        pair: units with segment ids.
-        calls: makes the calls for the ids.
-        tiles: serves any ids.
+        q, k, v: some rows of a query unit and of a key unit.
+        scale: factor of the logits.
+        causal: whether query i sees only keys j <= i, counted from the first of each, or from the
+            first of each segment.
+        window: if it is not 0, query i sees only keys j > i - window, of as many as there are
+            queries; for causal calls.
+        segments: the queries and keys that see each other; None for all in each row.
+        edge: whether query i sees only keys j >= i of its row, of as many as there are queries; not
+            for causal calls, nor with starts of segments.
+
+    Returns:
+        out in the dtype of q, and lse in float32 (natural logarithm). With starts of segments, lse
+        is [segments, n, t], of queries counted from the first of their segment.
     """
-    q, k, _, visibility, *_ = pair
-    assert visibility.query_segments is not None
-    assert visibility.key_segments is not None
-    of_queries, of_keys = alike(visibility.query_segments, visibility.key_segments)
-    ids = of_queries, of_keys
-    if not packed.fits(q.shape, k.shape):
-        return tiles()
-    case, cases = _cases(visibility, q, k)
-    checks = [functools.partial(_serves, pieces) for pieces in cases]
-    served = functools.reduce(jnp.logical_and, map(packed.in_order, ids))
-    return lax.cond(served & _choose(case, checks, ids), lambda: calls(ids), tiles)
+    if _needs_one_head_dim(q, v, segments):
+        rows, keys, values = _of_one_head_dim(q, k, v)
+        out, lse = _attend(rows, keys, values, scale, causal, window, segments)
+        return out[..., : v.shape[3]], lse
+    if not _in_reverse(segments, edge):
+        return _attend(q, k, v, scale, causal, window, segments)
+    rows, keys, values = _turned(edge, q), turned(k), turned(v)
+    out, lse = _attend(rows, keys, values, scale, edge, 0, _first(segments, edge, rows))
+    return _unturned(edge, out, q.shape[1]), _unturned(edge, lse, q.shape[1])
 
 
-def _serves(pieces: Pieces, ids: Ids) -> Array:
-    """Whether `packed` serves the documents of every call."""
-    served = alike(jnp.asarray(True), ids[0])[0]
-    for call in _calls(pieces):
-        cut = call.cut(ids[0], call.rows), call.cut(ids[1], call.columns)
-        served &= packed.serves(cut, call.square)
-    return served
+def gradients(
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    lse: Float32[Array, "_ n _"],
+    out: OutShard,
+    dout: OutShard,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    segments: Segments | None = None,
+    edge: bool = False,
+) -> tuple[QueryShard, KeyShard, ValueShard]:
+    """Calls cuDNN's backward kernel, for any out and any lse, the latter as `attend` gives it.
+
+    Returns:
+        dq, dk and dv in the dtype of q.
+    """
+    if _needs_one_head_dim(q, v, segments):
+        rows, keys, values, out, dout = _of_one_head_dim(q, k, v, out, dout)
+        grads = _gradients(rows, keys, values, lse, out, dout, scale, causal, window, segments)
+        dq, dk, dv = (dx[..., : x.shape[3]] for dx, x in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv
+    if not _in_reverse(segments, edge):
+        return _gradients(q, k, v, lse, out, dout, scale, causal, window, segments)
+    rows, lse, out, dout = (_turned(edge, x) for x in (q, lse, out, dout))
+    told = scale, edge, 0, _first(segments, edge, rows)
+    dq, dk, dv = _gradients(rows, turned(k), turned(v), lse, out, dout, *told)
+    tokens = k.shape[1]
+    return _unturned(edge, dq, q.shape[1]), unturned(dk, tokens), unturned(dv, tokens)
 
 
-def _attend(pair: Pair, ids: Ids | None = None) -> tuple[OutShard, LseShard]:
-    """Attention of one pair, to keys of the same segment id where there are ids."""
-    q, k, v, visibility, scale, _ = pair
-    case, cases = _cases(visibility, q, k)
-    here, cases = _only(visibility, case, cases)
-    branches = [functools.partial(_forward, pieces, scale) for pieces in cases]
-    out, lse = _choose(case, branches, q, k, v, ids)
-    if here is not None:
-        out, lse = jnp.where(here, out, jnp.zeros_like(out)), jnp.where(here, lse, EMPTY)
-    return out, lse
+def _in_reverse(segments: Segments | None, edge: bool) -> bool:
+    """Whether keys go to a kernel in reverse order: without starts, segments are the first keys of
+    a row for it, and a causal mask begins at the first query and the first key."""
+    return edge or (segments is not None and segments.query_starts is None)
+
+
+def _first(segments: Segments | None, edge: bool, rows: QueryShard) -> Segments | None:
+    """The segments of keys in reverse order, and of queries likewise if `edge`: of these, the first
+    ones then come last, and all count."""
+    if segments is None or not edge:
+        return segments
+    lengths = jnp.full_like(segments.query_lengths, rows.shape[1])
+    return Segments(lengths, segments.key_lengths)
+
+
+def _turned(reverse: bool, x: Array) -> Array:
+    return turned(x) if reverse else x
+
+
+def _unturned(reverse: bool, x: Array, tokens: int) -> Array:
+    return unturned(x, tokens) if reverse else x
+
+
+def _attend(
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    scale: float,
+    causal: bool,
+    window: int,
+    segments: Segments | None,
+) -> tuple[OutShard, Float32[Array, "_ n _"]]:
+    """`attend` of what a kernel serves as it is: segments without starts hold the first keys."""
+    q, k, v, *lengths = alike(q, k, v, *_lengths(q, k, segments))
+    b, t, n, _ = q.shape
+    rows = b if segments is None else segments.query_lengths.size
+    out, lse = _call(
+        "__cudnn$fmhaSoftmax",
+        _config(q, k, scale, causal, window, segments, _FORWARD_PRODUCTS),
+        (q, k, v, *lengths),
+        [((b, n, t, v.shape[3]), q.dtype), ((rows, n, t), jnp.float32)],
+    )
+    return out.swapaxes(1, 2), lse
 
 
 def _gradients(
-    pair: Pair,
-    queries: tuple[Array, ...],
-    into: Any,
-    dtypes: Sequence[Any],
-    ids: Ids | None = None,
-) -> tuple[Array, ...]:
-    """Gradients of one pair, added to `into`, from lse, out and dout of the queries."""
-    q, k, v, visibility, scale, _ = pair
-    case, cases = _cases(visibility, q, k)
-    here, cases = _only(visibility, case, cases)
-    branches = [functools.partial(_backward, pieces, scale, dtypes, here) for pieces in cases]
-    return _choose(case, branches, (q, *queries), (k, v), into, ids)
-
-
-def _cases(visibility: Visibility, q: QueryShard, k: KeyShard) -> Cases:
-    """The index of the set of pieces that is visible, and the sets to choose from."""
-    if visibility.full:
-        return 0, (Pieces.whole(q.shape[1], k.shape[1]),)
-    return visibility.cases()
-
-
-def _only(
-    visibility: Visibility, case: Any, cases: tuple[Pieces, ...]
-) -> tuple[Any, tuple[Pieces, ...]]:
-    """Of a window of which some devices see one set and the others nothing: that set alone.
-
-    All devices then make its calls, which are short, and those that see nothing drop what comes of
-    them. In front of a branch, a GPU would wait for its host.
-
-    Returns:
-        Whether this device sees the set, or None where there is no such set; and the sets.
-    """
-    seen = [pieces for pieces in cases if pieces != Pieces()]
-    if visibility.of_window is None or len(cases) != 2 or len(seen) != 1:
-        return None, cases
-    return case == cases.index(seen[0]), tuple(seen)
-
-
-def _choose(case: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """Runs the branch of the case on the operands."""
-    if len(branches) == 1:
-        return branches[0](*operands)
-    return lax.switch(case, branches, *operands)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One kernel call: it reads and writes its part of arrays [b, t, n, h] or [b, n, t]."""
-
-    rows: slice
-    """Its queries."""
-    columns: slice
-    """Its keys."""
-    causal: bool = False
-    window: int = 0
-    """Keys that a query sees; 0 for all that the causal mask shows."""
-    turned: bool = False
-    """Whether the causal mask holds for tokens in reverse order."""
-    squares: int = 1
-    """Number of equal squares that lie one after another: the kernel takes them for rows of a
-    batch."""
-
-    @property
-    def square(self) -> bool:
-        """Whether queries and keys are the same tokens."""
-        return self.causal and not self.turned
-
-    def cut(self, x: Array, where: slice) -> Array:
-        """What the call gets of x [b, t, ...] or [b, n, t], at the rows or at the columns."""
-        axis = 2 if x.ndim == 3 else 1
-        x = lax.slice_in_dim(x, where.start, where.stop, axis=axis)
-        if self.squares == 1:
-            return x
-        b, t = x.shape[0] * self.squares, x.shape[axis] // self.squares
-        if axis == 1:
-            return x.reshape(b, t, *x.shape[2:])
-        return x.reshape(*x.shape[:2], self.squares, t).swapaxes(1, 2).reshape(b, -1, t)
-
-    def put(self, x: Array) -> Array:
-        """The inverse of `cut`."""
-        if self.squares == 1:
-            return x
-        b = x.shape[0] // self.squares
-        if x.ndim == 4:
-            return x.reshape(b, -1, *x.shape[2:])
-        n, t = x.shape[1:]
-        return x.reshape(b, self.squares, n, t).swapaxes(1, 2).reshape(b, n, -1)
-
-    def attend(
-        self, q: QueryShard, k: KeyShard, v: ValueShard, ids: Ids | None, scale: float
-    ) -> tuple[OutShard, LseShard]:
-        """Calls the forward kernel on what was `cut`."""
-        if ids is not None:
-            return packed.attend(q, k, v, ids, scale, self.square, self.window, self.turned)
-        if not self.turned:
-            return kernels.attend(q, k, v, scale, self.causal, self.window)
-        tokens = q.shape[1]
-        q, k, v = map(kernels.turned, (q, k, v))
-        out, lse = kernels.attend(q, k, v, scale, self.causal)
-        return kernels.unturned(out, tokens), kernels.unturned(lse, tokens)
-
-    def gradients(
-        self,
-        q: QueryShard,
-        k: KeyShard,
-        v: ValueShard,
-        lse: LseShard,
-        out: OutShard,
-        dout: OutShard,
-        ids: Ids | None,
-        scale: float,
-    ) -> tuple[Array, ...]:
-        """Calls the backward kernel on what was `cut`."""
-        if ids is not None:
-            shape = self.square, self.window, self.turned
-            return packed.gradients(q, k, v, lse, out, dout, ids, scale, *shape)
-        if not self.turned:
-            return kernels.gradients(q, k, v, lse, out, dout, scale, self.causal, self.window)
-        tokens = q.shape[1], k.shape[1], k.shape[1]
-        q, k, v, lse, out, dout = map(kernels.turned, (q, k, v, lse, out, dout))
-        grads = kernels.gradients(q, k, v, lse, out, dout, scale, self.causal)
-        return tuple(map(kernels.unturned, grads, tokens))
-
-
-def _calls(pieces: Pieces) -> list[_Call]:
-    """The kernel calls of a set of pieces."""
-    calls = [_Call(slice(a, b), slice(c, d)) for a, b, c, d in pieces.rectangles]
-    for squares, window, turned in (
-        (pieces.squares, 0, False),
-        (pieces.windows, pieces.window, False),
-        (pieces.edges, 0, True),
-    ):
-        in_line = itertools.groupby(
-            enumerate(squares), lambda x: (*(at - x[0] * x[1][2] for at in x[1][:2]), x[1][2])
-        )
-        for _, line in in_line:
-            (_, (i, j, size)), *more = line
-            count = 1 + len(more)
-            rows, columns = slice(i, i + count * size), slice(j, j + count * size)
-            calls.append(_Call(rows, columns, True, window, turned, count))
-    return calls
-
-
-def _forward(
-    pieces: Pieces, scale: float, q: QueryShard, k: KeyShard, v: ValueShard, ids: Ids | None
-) -> tuple[OutShard, LseShard]:
-    """Attention to the visible keys, in the dtype of q so that all cases return the same types."""
-    parts = []
-    for call in _calls(pieces):
-        operands = call.cut(q, call.rows), call.cut(k, call.columns), call.cut(v, call.columns)
-        found = call.attend(*operands, _cut_ids(call, ids), scale)
-        parts.append((call.rows, tuple(map(call.put, found))))
-
-    def join(rows: slice, parts: list[Any]) -> Any:
-        if len(parts) > 1:
-            out, lse = merge_partials(parts)
-            return out.astype(q.dtype), lse
-        if parts:
-            return parts[0]
-        b, t, n, _ = q[:, rows].shape
-        out, lse = (
-            jnp.zeros((b, t, n, v.shape[-1]), q.dtype),
-            jnp.full((b, n, t), EMPTY, jnp.float32),
-        )
-        return alike(out, lse, q)[:2]
-
-    return _by_rows(q.shape[1], parts, join)
-
-
-def _backward(
-    pieces: Pieces,
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    lse: Float32[Array, "_ n _"],
+    out: OutShard,
+    dout: OutShard,
     scale: float,
-    dtypes: Sequence[Any],
-    here: Any,
-    queries: tuple[Array, ...],
-    keys: tuple[Array, ...],
-    into: Any,
-    ids: Ids | None,
-) -> tuple[Array, ...]:
-    """The contributions of the visible pairs to dq, dk and dv, added to `into`; none of them where
-    `here` is False."""
-    sums = [[] if dx is None else [(slice(0, dx.shape[1]), dx)] for dx in into]
-    for call in _calls(pieces):
-        q, lse, out, dout = (call.cut(x, call.rows) for x in queries)
-        k, v = (call.cut(x, call.columns) for x in keys)
-        grads = call.gradients(q, k, v, lse, out, dout, _cut_ids(call, ids), scale)
-        where = call.rows, call.columns, call.columns
-        for parts, rows, dx in zip(sums, where, map(call.put, grads), strict=True):
-            dx = dx if here is None else jnp.where(here, dx, jnp.zeros_like(dx))
-            parts.append((rows, dx))
-
-    def join(like: Array, dtype: Any, rows: slice, parts: list[Array]) -> Array:
-        if parts:
-            total = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in parts))
-            return total.astype(dtype)
-        return alike(jnp.zeros_like(like[:, rows], dtype), like)[0]
-
-    return tuple(
-        _by_rows(x.shape[1], parts, functools.partial(join, x, dtype))
-        for x, dtype, parts in zip((queries[0], *keys), dtypes, sums, strict=True)
+    causal: bool,
+    window: int,
+    segments: Segments | None,
+) -> tuple[QueryShard, KeyShard, ValueShard]:
+    """`gradients`, likewise."""
+    operands = alike(q, k, v, lse, dout, out, *_lengths(q, k, segments))
+    grads = _call(
+        "__cudnn$fmhaSoftmaxBackward",
+        _config(q, k, scale, causal, window, segments, _BACKWARD_PRODUCTS),
+        operands,
+        [_transposed(x) for x in (q, k, v)],
     )
+    dq, dk, dv = (x.swapaxes(1, 2) for x in grads)
+    return dq, dk, dv
 
 
-def _cut_ids(call: _Call, ids: Ids | None) -> Ids | None:
-    return ids and (call.cut(ids[0], call.rows), call.cut(ids[1], call.columns))
+def _needs_one_head_dim(q: QueryShard, v: ValueShard, segments: Segments | None) -> bool:
+    """Whether keys and values must be of one head_dim, since starts count the elements of both."""
+    return segments is not None and segments.query_starts is not None and q.shape[3] != v.shape[3]
 
 
-def _by_rows(
-    length: int, parts: list[tuple[slice, Any]], join: Callable[[slice, list[Any]], Any]
-) -> Any:
-    """Joins parts of an array that cover overlapping ranges of rows.
-
-    The ends of all parts cut the rows into intervals. In each interval, `join` gets the interval
-    and the rows of the parts that cover it; its results are concatenated.
-
-    Args:
-        length: number of rows.
-        parts: (rows, arrays) of each part.
-        join: joins what lies in one interval.
-    """
-    ends = sorted({0, length}.union(*({rows.start, rows.stop} for rows, _ in parts)))
-    joined = []
-    for start, stop in itertools.pairwise(ends):
-        there = [
-            jax.tree.map(functools.partial(_rows, start=start - rows.start, size=stop - start), x)
-            for rows, x in parts
-            if rows.start <= start and stop <= rows.stop
-        ]
-        joined.append(join(slice(start, stop), there))
-    if len(joined) == 1:
-        return joined[0]
-    return jax.tree.map(lambda *xs: jnp.concatenate(xs, 1 if xs[0].ndim == 4 else 2), *joined)
+def _of_one_head_dim(*arrays: Array) -> Any:
+    """Arrays [b, t, n, h] with zeros behind their channels, up to the largest h."""
+    widest = max(x.shape[3] for x in arrays)
+    return [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, widest - x.shape[3]))) for x in arrays]
 
 
-def _rows(x: Array, start: int, size: int) -> Array:
-    """Some tokens of an array [b, t, n, h] or [b, n, t]."""
-    return lax.slice_in_dim(x, start, start + size, axis=1 if x.ndim == 4 else 2)
+def turned(x: Array) -> Array:
+    """Tokens of x [b, t, ...] or [b, n, t] in reverse order, with zeros behind them up to a
+    multiple of `TILE`."""
+    axis = 2 if x.ndim == 3 else 1
+    width = [(0, -x.shape[axis] % TILE if dim == axis else 0) for dim in range(x.ndim)]
+    return jnp.pad(jnp.flip(x, axis), width)
+
+
+def unturned(x: Array, tokens: int) -> Array:
+    """The inverse of `turned`, for so many tokens."""
+    axis = 2 if x.ndim == 3 else 1
+    return jnp.flip(lax.slice_in_dim(x, 0, tokens, axis=axis), axis)
+
+
+def _lengths(q: QueryShard, k: KeyShard, segments: Segments | None) -> list[Int32[Array, "..."]]:
+    """The operands that tell a kernel its segments."""
+    if segments is None:
+        return []
+    if segments.query_starts is None or segments.key_starts is None:
+        return [segments.query_lengths, segments.key_lengths]
+    rows = q.shape[0]
+    operands = [segments.query_lengths.reshape(rows, -1), segments.key_lengths.reshape(rows, -1)]
+    for x, starts in ((q, segments.query_starts), (k, segments.key_starts)):
+        # In elements, and one more in each row, which is not read.
+        starts = starts * np.int32(x.shape[2] * x.shape[3])
+        ends = alike(jnp.full(rows, x.size, jnp.int32), starts)[0]
+        operands.append(jnp.concatenate([starts, ends]).reshape(rows, -1))
+    return operands
+
+
+def _transposed(x: Array) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a result for x [b, t, n, h], whose shape is [b, n, t, h] for cuDNN."""
+    b, t, n, h = x.shape
+    return (b, n, t, h), x.dtype
+
+
+def _call(
+    target: str,
+    config: str,
+    operands: Sequence[Array],
+    results: list[tuple[tuple[int, ...], Any]],
+) -> Sequence[Array]:
+    """Makes one custom call; returns its results without the last, which is cuDNN's workspace."""
+    varying = as_varying(operands[0])
+    # XLA finds the size of the workspace.
+    results = [*results, ((0,), jnp.uint8)]
+    call = jax.ffi.ffi_call(
+        target,
+        [jax.ShapeDtypeStruct(shape, dtype, **varying) for shape, dtype in results],
+        # In memory the order is [b, t, n, h].
+        output_layouts=[(0, 2, 1, 3) if len(shape) == 4 else None for shape, _ in results],
+        custom_call_api_version=2,
+        legacy_backend_config=config,
+        vmap_method="sequential",
+    )
+    return call(*operands)[:-1]
+
+
+def _product(left: int, right: int, left_batch: str, right_batch: str) -> dict[str, list[str]]:
+    """Dimension numbers of one product: the contracting dimensions, and those of batch and head."""
+    return {
+        "lhs_contracting_dimensions": [str(left)],
+        "rhs_contracting_dimensions": [str(right)],
+        "lhs_batch_dimensions": list(left_batch),
+        "rhs_batch_dimensions": list(right_batch),
+    }
+
+
+# By whether a call is causal, and whether it has segments.
+_MASKS = {
+    (False, False): "NO_MASK",
+    (True, False): "CAUSAL",
+    (False, True): "PADDING",
+    (True, True): "PADDING_CAUSAL",
+}
+
+# Products of arrays [b, t, n, h] and probabilities [b, n, t, s].
+_FORWARD_PRODUCTS = {
+    "bmm1_dot_dimension_numbers": _product(3, 3, "02", "02"),
+    "bmm2_dot_dimension_numbers": _product(3, 1, "01", "02"),
+}
+_BACKWARD_PRODUCTS = {
+    "bmm1_grad_gemm1_dot_dimension_numbers": _product(2, 1, "01", "02"),
+    "bmm1_grad_gemm2_dot_dimension_numbers": _product(3, 1, "01", "02"),
+    "bmm2_grad_gemm1_dot_dimension_numbers": _product(2, 1, "01", "02"),
+    "bmm2_grad_gemm2_dot_dimension_numbers": _product(3, 3, "02", "02"),
+}
+
+
+def _config(
+    q: QueryShard,
+    k: KeyShard,
+    scale: float,
+    causal: bool,
+    window: int,
+    segments: Segments | None,
+    products: dict[str, Any],
+) -> str:
+    """The backend_config of a call, as JSON; XLA writes 64-bit integers as strings."""
+    b, t, n, _ = q.shape
+    logits_layout = {
+        "dim_level_types": [],
+        "dim_unique": [],
+        "dim_ordered": [],
+        "minor_to_major": ["3", "2", "1", "0"],
+        "tiles": [],
+        "element_size_in_bits": "0",
+        "memory_space": "0",
+        "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+        "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+        "dynamic_shape_metadata_prefix_bytes": "0",
+    }
+    attention = {
+        "algorithm": {
+            "algo_id": "0",
+            "math_type": "TENSOR_OP_MATH",
+            "tuning_knobs": {"17": "1", "24": "0"},
+            "is_cudnn_frontend": True,
+            "workspace_size": "0",
+        },
+        "fmha_scale": scale,
+        "intermediate_tensor_shape": {
+            "element_type": {"bfloat16": "BF16", "float16": "F16"}[q.dtype.name],
+            "dimensions": [str(b), str(n), str(t), str(k.shape[1])],
+            "tuple_shapes": [],
+            "layout": logits_layout,
+            "is_dynamic_dimension": [False, False, False, False],
+        },
+        "is_flash_attention": True,
+        "mask_type": _MASKS[causal, segments is not None],
+        **products,
+        "dropout_rate": 0.0,
+        "seed": 42,
+        "sliding_window_length": window,
+        "max_seg_per_batch": 1 if segments is None else segments.query_lengths.size // b,
+        "is_paged_attention": False,
+    }
+    return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": attention})

@@ -1,12 +1,12 @@
-"""Packed documents on cuDNN's kernels: the calls of a set of pieces, cut to documents.
+"""Packed documents on flash kernels: the calls of a set of pieces, cut to documents.
 
 Where documents lie one after another in order of position, two kinds of calls remain of `Pieces`:
 
-* A square, in which queries and keys are the same tokens. Each document in it is a segment, and all
-  documents of about one length are one call. The kernels have a workspace as large as if each
-  segment had the length of the longest, so there is a call for documents of up to t tokens, of up
-  to t / `STEP`, and so on: each has `STEP` times the workspace of a call without documents, however
-  many documents there are; the last call has up to twice as much.
+* A square, in which queries and keys are the same tokens. Each document in it is a segment. Kernels
+  that work `by_segment` have a workspace as large as if each segment had the length of the longest,
+  so all documents of about one length are one call: there is a call for documents of up to t
+  tokens, of up to t / `STEP`, and so on. Each has `STEP` times the workspace of a call without
+  documents, however many documents there are; the last call has up to twice as much.
 * A rectangle, or a square at the far end of a window, whose keys all come before its queries. They
   have at most one document in common: its last keys and its first queries.
 
@@ -17,15 +17,15 @@ segment is skipped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped
 
-from startrail_jax.blocks import kernels
-from startrail_jax.blocks.kernels import Segments
+from startrail_jax.blocks.base import Request
+from startrail_jax.blocks.cudnn import Segments
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.varying import alike
 
@@ -40,9 +40,53 @@ Ids = tuple[Int32[Array, "_ _"], Int32[Array, "_ _"]]
 """Segment ids [b, t] of the queries and [b, s] of the keys of a call."""
 
 
-def fits(*shapes: tuple[int, ...]) -> bool:
+@runtime_checkable
+class Kernels(Protocol):
+    """The flash kernels of one library: a module with these functions, as `cudnn` explains them."""
+
+    by_segment: bool
+    """Whether lse and the workspace of a call with starts are those of each segment by itself, as
+    long as the longest; else lse is [b, n, t], as without starts."""
+
+    def refusal(self, request: Request) -> str | None:
+        """Why the kernels do not serve a request, whatever its mask; None if they may."""
+        ...
+
+    def attend(
+        self,
+        q: QueryShard,
+        k: KeyShard,
+        v: ValueShard,
+        scale: float,
+        causal: bool,
+        window: int = 0,
+        segments: Segments | None = None,
+        edge: bool = False,
+    ) -> tuple[OutShard, Array]:
+        """Calls the forward kernel."""
+        ...
+
+    def gradients(
+        self,
+        q: QueryShard,
+        k: KeyShard,
+        v: ValueShard,
+        lse: Array,
+        out: OutShard,
+        dout: OutShard,
+        scale: float,
+        causal: bool,
+        window: int = 0,
+        segments: Segments | None = None,
+        edge: bool = False,
+    ) -> tuple[QueryShard, KeyShard, ValueShard]:
+        """Calls the backward kernel."""
+        ...
+
+
+def fits(kernels: Kernels, *shapes: tuple[int, ...]) -> bool:
     """Whether the kernels can count the elements of arrays [b, t, n, h], in 32 bits."""
-    return all(_padded(b, t)[0] * n * h < 2**31 for b, t, n, h in shapes)
+    return all(_padded(kernels, b, t)[0] * n * h < 2**31 for b, t, n, h in shapes)
 
 
 def in_order(ids: Int32[Array, "b t"]) -> Bool[Array, ""]:
@@ -51,16 +95,17 @@ def in_order(ids: Int32[Array, "b t"]) -> Bool[Array, ""]:
     return ((after < 0) | ((before >= 0) & (before <= after))).all()
 
 
-def serves(ids: Ids, square: bool) -> Bool[Array, ""]:
+def serves(kernels: Kernels, ids: Ids, square: bool) -> Bool[Array, ""]:
     """Whether the documents of a call lie as the kernels need it, if all ids are `in_order`.
 
     Args:
+        kernels: the kernels.
         ids: segment ids of the queries and keys of the call.
         square: whether these are the same tokens.
     """
     queries, keys = ids
     if square:
-        return (queries == keys).all() & _Documents.of(queries).fit
+        return (queries == keys).all() & _Documents.of(queries, kernels).fit
     # No key may be of a later document than the first one of the queries. Of that document come
     # the last keys and the first queries.
     first = jnp.where(queries < 0, jnp.iinfo(queries.dtype).max, queries).min(1)
@@ -70,6 +115,7 @@ def serves(ids: Ids, square: bool) -> Bool[Array, ""]:
 
 
 def attend(
+    kernels: Kernels,
     q: QueryShard,
     k: KeyShard,
     v: ValueShard,
@@ -77,17 +123,18 @@ def attend(
     scale: float,
     square: bool,
     window: int,
-    reverse: bool,
+    edge: bool,
 ) -> tuple[OutShard, LseShard]:
     """Attention of the queries of a call to the keys of their documents.
 
     Args:
+        kernels: the kernels.
         q, k, v: the queries and keys of a call, in order of position.
         ids: their segment ids, which the call `serves`.
         scale: factor of the logits.
         square: whether queries and keys are the same tokens, under a causal mask.
         window: keys that a query of a square sees; 0 for all before it.
-        reverse: whether query i sees only keys j >= i, for a call that is no square.
+        edge: whether query i sees only keys j >= i, for a call that is no square.
 
     Returns:
         out in the dtype of q, 0 in rows that see no key, and lse in float32, EMPTY there.
@@ -99,15 +146,12 @@ def attend(
         common = _Common.of(ids)
 
         def cross(out: OutShard, lse: LseShard) -> tuple[OutShard, LseShard]:
-            rows, keys, values = _turned(q, reverse), kernels.turned(k), kernels.turned(v)
-            segments = common.segments(t, reverse)
-            found = kernels.attend(rows, keys, values, scale, reverse, 0, segments)
-            here, stats = (_restored(x, t, reverse) for x in found)
+            here, stats = kernels.attend(q, k, v, scale, False, 0, common.segments, edge)
             return common.of_queries(here, out), common.of_queries(stats, lse)
 
         return lax.cond(common.any, cross, lambda out, lse: (out, lse), out, lse)
-    documents = _Documents.of(ids[0])
-    for level in _levels(b, t):
+    documents = _Documents.of(ids[0], kernels)
+    for level in _levels(kernels, b, t):
         segments, places = documents.segments(level)
 
         def visit(
@@ -116,13 +160,16 @@ def attend(
             rows, keys, values = map(level.shaped, (q, k, v))
             seen = level.window(window)
             here, stats = kernels.attend(rows, keys, values, scale, True, seen, segments)
-            return level.restored(here, b, t), places.to_tokens(stats, b, t)
+            if kernels.by_segment:
+                stats = places.to_tokens(stats, b, t)
+            return level.restored(here, b, t), stats
 
         out, lse = _where_any(segments, visit, places, (out, lse))
     return out, lse
 
 
 def gradients(
+    kernels: Kernels,
     q: QueryShard,
     k: KeyShard,
     v: ValueShard,
@@ -133,7 +180,7 @@ def gradients(
     scale: float,
     square: bool,
     window: int,
-    reverse: bool,
+    edge: bool,
 ) -> tuple[Array, ...]:
     """What a call contributes to dq, dk and dv, for any lse and out; see `attend` for the others.
 
@@ -147,33 +194,26 @@ def gradients(
 
         def cross(*zeros: Array) -> tuple[Array, ...]:
             # Queries of other documents see no key, and their gradients must not count.
-            rows = (
-                q,
-                common.of_queries(lse, jnp.full_like(lse, -EMPTY)),
-                out,
-                common.of_queries(dout, jnp.zeros_like(dout)),
-            )
-            rows, lse_here, out_here, dout_here = (_turned(x, reverse) for x in rows)
-            keys, values, segments = *map(kernels.turned, (k, v)), common.segments(t, reverse)
+            stats = common.of_queries(lse, jnp.full_like(lse, -EMPTY))
+            dout_here = common.of_queries(dout, jnp.zeros_like(dout))
             dq, dk, dv = kernels.gradients(
-                rows, keys, values, lse_here, out_here, dout_here, scale, reverse, 0, segments
+                q, k, v, stats, out, dout_here, scale, False, 0, common.segments, edge
             )
-            dk, dv = (kernels.unturned(x, k.shape[1]) for x in (dk, dv))
-            dq = common.of_queries(_restored(dq, t, reverse), zeros[0])
-            return dq, common.of_keys(dk, zeros[1]), common.of_keys(dv, zeros[2])
+            dq, dk, dv = common.of_queries(dq, zeros[0]), *map(common.of_keys, (dk, dv), zeros[1:])
+            return dq, dk, dv
 
         return lax.cond(common.any, cross, lambda *zeros: zeros, *found)
-    documents = _Documents.of(ids[0])
+    documents = _Documents.of(ids[0], kernels)
     # A kernel may read what lies beside a document.
     dout = jnp.where(ids[0][..., None, None] < 0, jnp.zeros_like(dout), dout)
-    for level in _levels(b, t):
+    for level in _levels(kernels, b, t):
         segments, places = documents.segments(level)
 
         def visit(
             level: _Level = level, segments: Segments = segments, places: _Places = places
         ) -> tuple[Array, ...]:
             rows, keys, values, out_rows, dout_rows = map(level.shaped, (q, k, v, out, dout))
-            stats = places.to_segments(lse)
+            stats = places.to_segments(lse) if kernels.by_segment else lse
             seen = level.window(window)
             grads = kernels.gradients(
                 rows, keys, values, stats, out_rows, dout_rows, scale, True, seen, segments
@@ -217,20 +257,20 @@ class _Level(NamedTuple):
         return x.reshape(-1, *x.shape[2:])[: b * t].reshape(b, t, *x.shape[2:])
 
 
-def _padded(b: int, t: int) -> tuple[int, int, int]:
+def _padded(kernels: Kernels, b: int, t: int) -> tuple[int, int, int]:
     """Tokens of all rows of a square together, filled up so that every level cuts them into equal
     rows; tokens of the longest row; and the number of levels."""
     count = 1
-    while t >= LEAST * STEP**count:
+    while kernels.by_segment and t >= LEAST * STEP**count:
         count += 1
     unit = STEP ** (count - 1)
     size = -(-t // unit) * unit
     return -(-b * t // size) * size, size, count
 
 
-def _levels(b: int, t: int) -> tuple[_Level, ...]:
+def _levels(kernels: Kernels, b: int, t: int) -> tuple[_Level, ...]:
     """The levels of a square of b rows of t tokens, the longest documents first."""
-    tokens, size, count = _padded(b, t)
+    tokens, size, count = _padded(kernels, b, t)
     sizes = [size // STEP**i for i in range(count)]
     *longer, last = (
         _Level(shorter, size, tokens // size, STEP * tokens // size)
@@ -268,9 +308,9 @@ class _Documents(NamedTuple):
     """Whether all of them are here, and every level has room for its own."""
 
     @classmethod
-    def of(cls, ids: Int32[Array, "b t"]) -> _Documents:
+    def of(cls, ids: Int32[Array, "b t"], kernels: Kernels) -> _Documents:
         """Those with these ids, which are `in_order`."""
-        levels = _levels(*ids.shape)
+        levels = _levels(kernels, *ids.shape)
         room = sum(level.segments for level in levels) + ids.shape[0]
         new_row = alike(jnp.ones_like(ids[:, :1], bool), ids)[0]
         fresh = jnp.concatenate([new_row, ids[:, 1:] != ids[:, :-1]], 1).reshape(-1)
@@ -351,13 +391,10 @@ class _Common(NamedTuple):
         """Whether there is anything, in some row."""
         return (self.keys > 0).any()
 
-    def segments(self, tokens: int, reverse: bool) -> Segments:
-        """The segments of keys in reverse order, and of queries likewise if `reverse`."""
-        if not reverse:
-            return Segments(self.queries, self.keys)
-        # The first queries come last then, and the others are dropped.
-        padded = tokens + -tokens % kernels.TILE
-        return Segments(jnp.full_like(self.queries, padded), self.keys)
+    @property
+    def segments(self) -> Segments:
+        """What the kernels are told."""
+        return Segments(self.queries, self.keys)
 
     def of_queries(self, x: Array, other: Array) -> Array:
         """x [b, t, n, h] or [b, n, t] for the queries in common, and `other` for the rest."""
@@ -370,11 +407,3 @@ class _Common(NamedTuple):
         tokens = x.shape[1]
         seen = np.arange(tokens)[None] >= tokens - self.keys[:, None]
         return jnp.where(seen[..., None, None], x, other)
-
-
-def _turned(x: Array, reverse: bool) -> Array:
-    return kernels.turned(x) if reverse else x
-
-
-def _restored(x: Array, tokens: int, reverse: bool) -> Array:
-    return kernels.unturned(x, tokens) if reverse else x

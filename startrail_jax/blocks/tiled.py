@@ -28,7 +28,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from startrail_jax.blocks import kernels
+from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.scores import Scores, ScoreTile
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
@@ -62,7 +62,7 @@ _KERNEL_CALL = Request(
 
 def refusal(request: Request) -> str | None:
     """See `base.Block.refusal`. Every request is served on devices that can run cuDNN's kernels."""
-    return kernels.refusal(
+    return cudnn.refusal(
         replace(_KERNEL_CALL, platform=request.platform, capability=request.capability)
     )
 
@@ -76,7 +76,7 @@ def no_kernels(
 ) -> str | None:
     """Why cuDNN serves no tile, so that all are dense; None if it does serve tiles."""
     asked = dict(head_dim=head_dim, value_head_dim=value_head_dim, scores=scores)
-    return kernels.refusal(replace(_KERNEL_CALL, dtype=dtype, softcap=softcap, **asked))
+    return cudnn.refusal(replace(_KERNEL_CALL, dtype=dtype, softcap=softcap, **asked))
 
 
 def forward(pair: Pair, into: Partials = ()) -> Partials:
@@ -91,7 +91,7 @@ def forward(pair: Pair, into: Partials = ()) -> Partials:
             here = _attend(q_i, k_j, v_j, scale, pair.visible(visibility), at)
         else:
             q_i, k_j, v_j = map(pair.turn, (q_i, k_j, v_j))
-            out, lse = kernels.attend(q_i, k_j, v_j, scale, pair.kind != "full")
+            out, lse = cudnn.attend(q_i, k_j, v_j, scale, pair.kind != "full")
             here = pair.turn(out), pair.turn(lse, 2)
         # Tokens are the second dimension of out, and the third of lse and low.
         merged = merge_precisely([tuple(map(pair.queries, so_far, (1, 2, 2))), here])
@@ -121,7 +121,7 @@ def backward(
     # So that exp(logits - lse) is 0 in rows that see no key.
     lse = jnp.where(lse <= EMPTY, -EMPTY, lse)
     dout = dout.astype(q.dtype)
-    kernel_out, kernel_dout = kernels.output_for(delta, dout)
+    kernel_out, kernel_dout = cudnn.output_for(delta, dout)
 
     def visit(pair: _TilePair, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         dq, dk, dv, *learnt = sums
@@ -136,7 +136,7 @@ def backward(
             out_i, dout_i = pair.queries(kernel_out), pair.queries(kernel_dout)
             causal, lse_i = pair.kind != "full", pair.turn(lse_i, 2)
             q_i, k_j, v_j, out_i, dout_i = map(pair.turn, (q_i, k_j, v_j, out_i, dout_i))
-            parts = kernels.gradients(q_i, k_j, v_j, lse_i, out_i, dout_i, scale, causal)
+            parts = cudnn.gradients(q_i, k_j, v_j, lse_i, out_i, dout_i, scale, causal)
             parts = tuple(map(pair.turn, parts))
         return (
             pair.put_queries(dq, pair.queries(dq) + parts[0].astype(jnp.float32)),
@@ -302,7 +302,7 @@ def _attend(
     visible: Bool[Array, "#b #t #s"] | None,
     at: ScoreTile,
 ) -> tuple[Float32[Array, "b t n v"], LseShard, LseShard]:
-    """What `kernels.attend` computes and low, but under any mask and with out in float32."""
+    """What `cudnn.attend` computes and low, but under any mask and with out in float32."""
     heads, dot = k.shape[2], _dot(q.dtype)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     logits, _ = at.logits(dot("bkrh,bksh->bkrs", _rows(q, heads), k) * scale)
@@ -332,7 +332,7 @@ def _gradients(
     at: ScoreTile,
     learnt: tuple[Array, ...],
 ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
-    """What `kernels.gradients` computes, but under any mask, for a given delta and in float32.
+    """What `cudnn.gradients` computes, but under any mask, for a given delta and in float32.
 
     Last come the sums `learnt` of gradients of the scores, with those of this pair added.
     """

@@ -35,9 +35,10 @@ class Arguments(Options, Sharded):
     backend: blocks.Backend | list[str | blocks.Block] = "auto"
     """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
     GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
-    supports the inputs on the devices of the mesh; your own kernel, which is any hashable object
-    with the methods of `startrail_jax.blocks.Block`; or a sequence of these, of which the first
-    that supports the inputs is taken. See `explain`."""
+    supports the inputs on the devices of the mesh; "fa4" (FlashAttention-4, on Hopper and later, by
+    the package fa4-jax); your own kernel, which is any hashable object with the methods of
+    `startrail_jax.blocks.Block`; or a sequence of these, of which the first that supports the
+    inputs is taken. See `explain`."""
 
     def __post_init__(self) -> None:
         Sharded.__post_init__(self)

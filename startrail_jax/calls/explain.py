@@ -21,10 +21,14 @@ from startrail_jax.rings.work import advice_on_balance, kernel_shares, shares
 _SERVES = {
     "cudnn": "every kernel is a cuDNN kernel, over full rectangles and causal squares of the "
     "units, with a window where the mask has one",
+    "fa4": "every kernel is one of FlashAttention-4, over the same pieces as those of cuDNN",
     "tiled": "cuDNN kernels for tiles that are full or causal, and one dense tile at a time for "
     "the rest",
     "xla": "plain XLA, tile by tile; it serves every platform and mask, but is not the fastest",
 }
+
+# The backends that call flash kernels alone.
+FLASH = ("cudnn", "fa4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +53,11 @@ class Explanation:
     key_tokens: int
     """Tokens of a key unit: a kernel call has at most this many keys."""
     cases: tuple[Pieces, ...]
-    """For backend "cudnn", the sets of kernel calls that a round may consist of; for the exchange
-    "sparse", those over a device's own keys. Each device chooses one of them as it runs."""
+    """For backends "cudnn" and "fa4", the sets of kernel calls that a round may consist of; for the
+    exchange "sparse", those over a device's own keys. Each device chooses one of them as it
+    runs."""
     arrived: tuple[tuple[Pieces, ...], ...]
-    """For backend "cudnn" and the exchange "sparse", the same for each run of keys that arrives."""
+    """For these and the exchange "sparse", the same for each run of keys that arrives."""
     exchange: str
     """What devices send each other: "rings" (units of the scheme) or "sparse" (keys that the mask
     shows)."""
@@ -98,7 +103,7 @@ class Explanation:
         if self.kernels:
             work = ", ".join(f"{part:.0%} {kind}" for kind, part in self.kernels.items())
             lines.append(f"  work in tiles, of which cuDNN attends the full and causal: {work}")
-        if self.packed and self.backend == "cudnn":
+        if self.packed and self.backend in FLASH:
             lines.append(
                 "  each call is cut to packed documents, if their ids increase along the sequence; "
                 "tiles serve other ids"
@@ -190,7 +195,7 @@ def explain(
             schedule.scores,
         )
         kernels = kernel_shares(schedule, share, dense=dense is not None)
-    if choice.backend == "cudnn":
+    if choice.backend in FLASH:
         cases = unit_cases(schedule, seq_len, kv_seq_len)
         if is_sparse:
             found = sparse_cases(schedule.mask, schedule.layout, seq_len)

@@ -59,7 +59,7 @@ def test_devices_at_once_compute_the_attention(degrees, causal, packed):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_reference_computes_what_the_row_says(causal):
-    options = dict(window=30, packed=True) if causal else {}
+    options = dict(window=30, packed=True) if causal else dict(value_head_dim=5)
     check = errors.Check(
         backend="xla", dtype="float32", causal=causal, heads=4, kv_heads=2, head_dim=8,
         seq_len=96, **options,
@@ -78,11 +78,12 @@ def test_reference_computes_what_the_row_says(causal):
     [(True, {}), (True, dict(window=5)), (True, dict(rows=3, documents=4)), (False, dict(rows=2))],
 )
 def test_useful_work_counts_visible_pairs(causal, options):
-    problem = speed.Problem(12, causal, heads=4, kv_heads=2, head_dim=8, **options)
+    sizes = dict(heads=4, kv_heads=2, head_dim=8, value_head_dim=6)
+    problem = speed.Problem(12, causal, **sizes, **options)
     mask = dict(causal=causal, window=problem.window, segment_ids=problem.ids)
     pairs = np.broadcast_to(oracle.visible(12, 12, **mask), (problem.rows, 12, 12)).sum()
-    assert problem.flops(speed.FORWARD) == 2 * 2 * pairs * 4 * 8
-    assert problem.flops(speed.BOTH) == 7 * 2 * pairs * 4 * 8
+    assert problem.flops(speed.FORWARD) == 2 * pairs * 4 * (8 + 6)
+    assert problem.flops(speed.BOTH) == 2 * pairs * 4 * (4 * 8 + 3 * 6)
 
 
 @pytest.mark.slow

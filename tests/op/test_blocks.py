@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fake_cudnn
+import fake_fa4
 import oracle
 from attention_cases import QUICK
 from startrail_jax import blocks
@@ -28,12 +29,14 @@ MASKS = ("full", "causal", "window", "segments", "causal segments")
 # `test_blocks_tiled.py` has more of the tiled ones.
 SERVED = [("xla", mask, kv_heads) for mask in MASKS for kv_heads in (1, 2, 6)]
 SERVED += [("cudnn", mask, kv_heads) for mask in ("full", "causal") for kv_heads in (1, 2, 6)]
+SERVED += [("fa4", mask, 2) for mask in ("full", "causal")]
 SERVED += [("tiled", mask, 2) for mask in MASKS]
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     fake_cudnn.install(monkeypatch)
+    fake_fa4.install(monkeypatch)
 
 
 @pytest.fixture(params=sorted(blocks.BACKENDS))

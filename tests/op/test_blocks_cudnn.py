@@ -18,7 +18,7 @@ import oracle
 import startrail_jax as st
 from refusals import refused
 from startrail_jax import blocks
-from startrail_jax.blocks import cudnn, kernels
+from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.pieces import pieces_by_offset, pieces_of_window
 from startrail_jax.blocks.softmax import merge_partials
@@ -29,11 +29,13 @@ from startrail_jax.rings.schedule import ring_offsets, unit_cases
 from startrail_jax.tokens.layout import Layout
 
 BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 48, 32, 6, 16
+FLASH = blocks.BACKENDS["cudnn"]
 
 
-def arguments(dtype, kv_heads):
+def arguments(dtype, kv_heads, value_head_dim=HEAD_DIM):
     query, key = (BATCH, QUERIES, HEADS, HEAD_DIM), (BATCH, KEYS, kv_heads, HEAD_DIM)
-    shapes = {"q": query, "k": key, "v": key, "out": query, "dout": query}
+    value, out = ((*shape[:3], value_head_dim) for shape in (key, query))
+    shapes = {"q": query, "k": key, "v": value, "out": out, "dout": out}
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     return arrays | {"lse": jax.ShapeDtypeStruct((BATCH, HEADS, QUERIES), jnp.float32)}
 
@@ -70,15 +72,16 @@ def jax_own(monkeypatch):
     return both
 
 
+@pytest.mark.parametrize("value_head_dim", [16, 8, 24])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_custom_calls_are_those_that_jax_makes(jax_own, dtype, kv_heads, causal):
-    x = arguments(dtype, kv_heads)
+def test_custom_calls_are_those_that_jax_makes(jax_own, dtype, kv_heads, causal, value_head_dim):
+    x = arguments(dtype, kv_heads, value_head_dim)
 
     def ours(q, k, v, dout):
-        out, lse = kernels.attend(q, k, v, 0.3, causal)
-        return out, kernels.gradients(q, k, v, lse, out, dout, 0.3, causal)
+        out, lse = cudnn.attend(q, k, v, 0.3, causal)
+        return out, cudnn.gradients(q, k, v, lse, out, dout, 0.3, causal)
 
     operands = x["q"], x["k"], x["v"], x["dout"]
     found = custom_calls(ours, *operands)
@@ -100,8 +103,8 @@ def test_custom_calls_with_a_window_are_those_that_jax_makes(jax_own, kv_heads, 
     operands = x["q"], key, key, x["dout"]
 
     def ours(q, k, v, dout):
-        out, lse = kernels.attend(q, k, v, 0.3, True, window)
-        return out, kernels.gradients(q, k, v, lse, out, dout, 0.3, True, window)
+        out, lse = cudnn.attend(q, k, v, 0.3, True, window)
+        return out, cudnn.gradients(q, k, v, lse, out, dout, 0.3, True, window)
 
     found = custom_calls(ours, *operands)
     assert found == custom_calls(lambda *x: jax_own(*x, 0.3, True, window), *operands)
@@ -123,9 +126,9 @@ def test_custom_calls_with_segments_are_those_that_jax_makes(jax_own, causal, wi
 
     def ours(q, k, v, dout):
         given = (lengths, lengths, begins, begins) if starts else (lengths, lengths)
-        segments = kernels.Segments(*map(jnp.asarray, given))
-        out, lse = kernels.attend(q, k, v, 0.3, causal, window, segments)
-        return out, kernels.gradients(q, k, v, lse, out, dout, 0.3, causal, window, segments)
+        segments = cudnn.Segments(*map(jnp.asarray, given))
+        out, lse = cudnn._attend(q, k, v, 0.3, causal, window, segments)
+        return out, cudnn._gradients(q, k, v, lse, out, dout, 0.3, causal, window, segments)
 
     def theirs(q, k, v, dout):
         mask = jax_cudnn.MaskType.PADDING_CAUSAL if causal else jax_cudnn.MaskType.PADDING
@@ -154,7 +157,7 @@ def test_window_of_jax_nn_is_the_length_of_the_call(jax_own):
         q, k, v, is_causal=True, local_window_size=(4, 0), scale=0.3, implementation="cudnn"
     )
     (theirs,) = custom_calls(attend, q, q, q)
-    (ours,) = custom_calls(lambda q, k, v: kernels.attend(q, k, v, 0.3, True, 5)[0], q, q, q)
+    (ours,) = custom_calls(lambda q, k, v: cudnn.attend(q, k, v, 0.3, True, 5)[0], q, q, q)
     assert ours[1] == theirs[1]
 
 
@@ -165,8 +168,8 @@ def test_custom_calls_lower_inside_shard_map(check_vma):
     query, key = P(None, "ring", "tensor"), P(None, "ring")
 
     def attend(q, k):
-        out, lse = kernels.attend(q, k, k, 0.3, True)
-        return out, kernels.gradients(q, k, k, lse, out, q, 0.3, True)[0]
+        out, lse = cudnn.attend(q, k, k, 0.3, True)
+        return out, cudnn.gradients(q, k, k, lse, out, q, 0.3, True)[0]
 
     step = jax.shard_map(
         attend, mesh=mesh, in_specs=(query, key), out_specs=(query, query), check_vma=check_vma
@@ -359,7 +362,7 @@ def test_output_for_gives_delta(dtype, bound, size):
     rng = np.random.default_rng(0)
     dout = jnp.asarray(size * rng.normal(size=(2, 64, 3, 32)), dtype).at[0, :5].set(0)
     delta = jnp.asarray(size * rng.normal(size=(2, 3, 64)), jnp.float32).at[:, :, 10:15].set(0)
-    out, changed = kernels.output_for(delta, dout)
+    out, changed = cudnn.output_for(delta, dout)
     assert out.dtype == changed.dtype == dout.dtype
     found = np.einsum("btnh,btnh->bnt", *(np.asarray(x, np.float64) for x in (out, changed)))
     assert np.linalg.norm(found - delta) < bound * np.linalg.norm(delta)
@@ -375,8 +378,8 @@ def test_output_for_reaches_gradients_of_lse_alone(monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 24, 2, 8)), jnp.float32) for _ in range(3))
     dlse = jnp.asarray(rng.normal(size=(1, 2, 24)), jnp.float32)
-    _, lse = merge_partials(cudnn.forward(Pair(q, k, v, Visibility(), 0.5)))
-    grads = cudnn.backward(Pair(q, k, v, Visibility(), 0.5), lse, -dlse, jnp.zeros_like(q))
+    _, lse = merge_partials(FLASH.forward(Pair(q, k, v, Visibility(), 0.5)))
+    grads = FLASH.backward(Pair(q, k, v, Visibility(), 0.5), lse, -dlse, jnp.zeros_like(q))
     expected = oracle.gradients(q, k, v, np.zeros(q.shape), dlse, scale=0.5)
     chex.assert_trees_all_close(tuple(grads), tuple(expected), rtol=1e-7, atol=1e-6)
 
@@ -387,7 +390,7 @@ def test_output_for_in_float16_keeps_small_gradients_of_lse(size):
     rng = np.random.default_rng(0)
     delta = jnp.asarray(size * rng.normal(size=(1, 2, 64)), jnp.float32)
     dout = jnp.zeros((1, 64, 2, 64), jnp.float16)
-    out, changed = kernels.output_for(delta, dout)
+    out, changed = cudnn.output_for(delta, dout)
     found = np.einsum("btnh,btnh->bnt", *(np.asarray(x, np.float64) for x in (out, changed)))
     assert np.linalg.norm(found - delta) < 2.0**-10 * np.linalg.norm(delta)
     assert np.abs(np.asarray(changed, np.float32)).max() <= max(2.0**-24, size * 2.0**-17)
@@ -417,7 +420,7 @@ def test_gpu_blocks_under_x64_and_strict_promotion(monkeypatch, degrees):
 def test_vmap_calls_the_kernel_for_each():
     x = arguments("bfloat16", 6)
     stacked = [jax.ShapeDtypeStruct((3, *x[name].shape), x[name].dtype) for name in ("q", "k", "v")]
-    attend = jax.vmap(lambda q, k, v: kernels.attend(q, k, v, 0.3, False))
+    attend = jax.vmap(lambda q, k, v: cudnn.attend(q, k, v, 0.3, False))
     assert len(custom_calls(attend, *stacked)) == 1
 
 
@@ -433,7 +436,8 @@ REQUEST = dict(
         (dict(platform="cpu"), "NVIDIA GPUs; got platform 'cpu'"),
         (dict(capability=(7, 5)), r"compute capability 8\.0; got 7\.5"),
         (dict(dtype="float32"), "bfloat16 and float16; got float32"),
-        (dict(value_head_dim=64), "one head_dim; got 128 and 64"),
+        (dict(value_head_dim=64), r"one head_dim before .* 9\.0; got 128 and 64"),
+        (dict(value_head_dim=192, capability=(9, 0), head_dim=260), "; got 260 and 192"),
         (dict(head_dim=100, value_head_dim=100), "multiple of 8 of at most 128 .*; got 100"),
         (dict(head_dim=136, value_head_dim=136), "multiple of 8 of at most 128 .*; got 136"),
         (
@@ -463,10 +467,11 @@ def test_limits_are_named_and_auto_goes_on(changed, message):
         dict(mask=Full(), num_cases=1),
         dict(mask=Window(4, 0)),
         dict(head_dim=256, value_head_dim=256, capability=(9, 0)),
+        dict(head_dim=192, capability=(9, 0)),
     ],
 )
 def test_auto_takes_cudnn_where_it_serves(changed):
-    assert blocks.choose("auto", Request(**REQUEST | changed)) == blocks.Choice(blocks.cudnn, {})
+    assert blocks.choose("auto", Request(**REQUEST | changed)) == blocks.Choice(FLASH, {})
 
 
 def test_attention_names_what_a_backend_lacks():

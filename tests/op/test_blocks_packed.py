@@ -12,7 +12,7 @@ import pytest
 import fake_cudnn
 from attention_cases import FLOAT32_ERROR, Case, check, forward_and_backward, listed, place
 from startrail_jax import Degrees
-from startrail_jax.blocks import packed, tiled
+from startrail_jax.blocks import cudnn, packed, tiled
 
 CASES = listed(
     [
@@ -128,7 +128,7 @@ def test_gradients_of_rows_that_see_no_key_are_not_read(tiles):
 @pytest.mark.parametrize("tokens", [1, 63, 256, 1000, 1024, 4096, 5003, 131072])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_document_has_one_level_with_room_for_it(rows, tokens):
-    levels = packed._levels(rows, tokens)
+    levels = packed._levels(cudnn, rows, tokens)
     lengths = jnp.arange(1, tokens + 1, dtype=jnp.int32)
     of_level = [x.holds(lengths) for x in levels]
     assert (np.sum(of_level, axis=0) == 1).all()
@@ -142,5 +142,5 @@ def test_every_document_has_one_level_with_room_for_it(rows, tokens):
 
 
 def test_arrays_of_more_elements_than_offsets_count_are_left_to_tiles():
-    assert packed.fits((1, 2**19, 31, 128), (1, 2**19, 8, 128))
-    assert not packed.fits((1, 2**19, 32, 128), (1, 2**19, 8, 128))
+    assert packed.fits(cudnn, (1, 2**19, 31, 128), (1, 2**19, 8, 128))
+    assert not packed.fits(cudnn, (1, 2**19, 32, 128), (1, 2**19, 8, 128))
