@@ -5,7 +5,7 @@
     python sample.py runs/gpt_tiny --prompt-file LONG.txt --tokens 100 --temperature 0
     cat LONG.txt | python sample.py runs/gpt_tiny --samples 3 --top-k 40 --top-p 0.9
     python sample.py runs/Qwen3-8B --chat --prompt "What is a ring?"
-    python sample.py runs/gpt_tiny --devices 8 --mesh.team 1 --prompt "import "
+    python sample.py runs/gpt_tiny --devices 8 --mesh.c 1 --prompt "import "
     python sample.py runs/dit_digits --classes 3 7 --samples 10       # runs/dit_digits/samples.png
     python sample.py runs/gpt_tiny --help       # all flags, with the values of that run
 

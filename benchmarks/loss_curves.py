@@ -37,8 +37,8 @@ REORDERED = "one device, sums in another order"
 RUNS: dict[str, dict[str, Any]] = {
     CONTROL: {},
     REORDERED: {"accumulation": gpt_tiny().batch_size},
-    "Ring Attention (C = 1), 8 devices": {"devices": 8, "mesh": MeshConfig(team=1)},
-    "StarTrail (C = 2), 8 devices": {"devices": 8, "mesh": MeshConfig(team=2)},
+    "Ring Attention (C = 1), 8 devices": {"devices": 8, "mesh": MeshConfig(c=1)},
+    "StarTrail (C = 2), 8 devices": {"devices": 8, "mesh": MeshConfig(c=2)},
 }
 COLOURS = dict(zip(RUNS, ("#999999", "#777777", "#4477aa", "#ee6677"), strict=True))
 # Width and dashes. A later line lies on the earlier ones and leaves their edges bare.

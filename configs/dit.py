@@ -32,7 +32,7 @@ def dit_1b() -> DiTTrainConfig:
     """StarTrail's DiT-1B (arXiv 2407.00611, table 2): 24 layers, 24 heads, width 1536, 512K tokens.
 
     A video latent of 32 frames of 256 x 256 positions and 16 channels, in patches of 1 x 2 x 2.
-    Command: `python train.py dit_1b --data.path LATENTS.npz --mesh.team 4` on 32 A100.
+    Command: `python train.py dit_1b --data.path LATENTS.npz --mesh.c 4` on 32 A100.
     """
     return DiTTrainConfig(
         model=DiTConfig(

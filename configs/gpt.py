@@ -34,7 +34,7 @@ def gpt_3b() -> GPTTrainConfig:
     """StarTrail's GPT-3B (arXiv 2407.00611, table 2): 16 layers of width 4096, 512K tokens.
 
     The paper lists 12 heads, which do not divide 4096; this recipe has 32 heads of 128 channels.
-    Command: `python train.py gpt_3b --data.path TOKENS.bin --mesh.team 4` on 32 A100 40 GB.
+    Command: `python train.py gpt_3b --data.path TOKENS.bin --mesh.c 4` on 32 A100 40 GB.
     """
     return _long_context(
         "gpt_3b",
@@ -58,7 +58,7 @@ def gpt_7b() -> GPTTrainConfig:
     """StarTrail's GPT-7B (arXiv 2407.00611, table 2): 32 layers, 32 heads, width 4096, 512K tokens.
 
     The MLP is that of Llama 2 7B. Command: `python train.py gpt_7b --data.path TOKENS.bin
-    --mesh.team 4` on 64 H200.
+    --mesh.c 4` on 64 H200.
     """
     return _long_context(
         "gpt_7b",

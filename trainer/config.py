@@ -99,14 +99,16 @@ class MeshConfig:
 
     data: int = 1
     """Number of shards of the batch."""
+    c: int | None = None
+    """C in the paper: number of devices in a team, and in a group. Sets both `team` and `group`."""
     team: int | None = None
-    """Number of devices in a team, which share their queries: C in the paper. The default sends few
-    bytes, through the ports of several nodes or between the devices of one node. If team, group and
-    ring are all left out, training inside one node of known GPUs takes the mesh that is predicted
-    to be the fastest (docs/planner.md); it may split the batch, heads and MLP."""
+    """Number of devices in a team, which share their queries. Degrees of team, group and ring that
+    are left out are chosen so that few bytes are sent, through the ports of several nodes or
+    between the devices of one node. If all three are left out, training inside one node of known
+    GPUs takes the mesh that is predicted to be the fastest (docs/planner.md); it may split the
+    batch, heads and MLP."""
     group: int | None = None
-    """Number of devices in a group, which gather the same keys and values. The default is the value
-    of `team` if that is given; otherwise both are chosen together."""
+    """Number of devices in a group, which gather the same keys and values."""
     ring: int | None = None
     """Number of devices in a ring, round which keys and values travel. The default uses all devices
     that the other degrees leave over."""
@@ -140,7 +142,16 @@ class MeshConfig:
     a node."""
 
     def __post_init__(self) -> None:
-        for name, degree in {**self.degrees, "devices_per_node": self.devices_per_node}.items():
+        both = {"team": self.team, "group": self.group}
+        if self.c is not None and (others := {k: v for k, v in both.items() if v is not None}):
+            given = " and ".join(f"mesh.{name}={degree}" for name, degree in others.items())
+            raise InputError(
+                f"mesh.c sets both team and group; got mesh.c={self.c} and {given}. Give one of "
+                "them; a flag with the value None, such as --mesh.c None, unsets what a "
+                "config.json gives."
+            )
+        others = {"c": self.c, "devices_per_node": self.devices_per_node}
+        for name, degree in {**others, **self.degrees}.items():
             if degree is not None:
                 check_minimum(f"mesh.{name}", degree, 1)
         is_named = self.order is not None and len(self.order) == 1 and self.order[0] not in ROLES
@@ -153,7 +164,8 @@ class MeshConfig:
     @property
     def degrees(self) -> dict[str, int | None]:
         """The six degrees by their names; None where they are left open."""
-        return {name: value for name, value in vars(self).items() if name in ROLES}
+        both = {} if self.c is None else {"team": self.c, "group": self.c}
+        return {name: value for name, value in vars(self).items() if name in ROLES} | both
 
 
 @dataclass(frozen=True, kw_only=True)

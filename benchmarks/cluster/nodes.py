@@ -167,6 +167,7 @@ def supervise(topology: Topology, command: Sequence[str], variables: Mapping[str
     run_tool(["mount", "-t", "tmpfs", "tmpfs", str(SHARED)])
     connect([topology.neighbours(index) for index in range(topology.processes)],
             topology.rate, topology.inside)  # fmt: skip
+    # With their objects: subprocess itself waits for a child whose object is gone.
     running = {}
     for index in range(topology.processes):
         hosts = f"127.0.0.1 localhost\n{address(index)} {socket.gethostname()}\n"
@@ -179,13 +180,15 @@ def supervise(topology: Topology, command: Sequence[str], variables: Mapping[str
             stderr=subprocess.STDOUT if index else None,
             env=os.environ | variables | {EMULATED: "1"},
         )  # fmt: skip
-        running[started.pid] = index
+        running[started.pid] = index, started
     while running:
         pid, status = os.wait()
-        index = running.pop(pid, None)
-        if index is not None and status:
-            print(f"process {index} ended with status {os.waitstatus_to_exitcode(status)}",
-                  file=sys.stderr)  # fmt: skip
+        if pid not in running:  # A process whose parent has ended.
+            continue
+        index, started = running.pop(pid)
+        started.returncode = os.waitstatus_to_exitcode(status)
+        if status:
+            print(f"process {index} ended with status {started.returncode}", file=sys.stderr)
             lines = log_of(index).read_text(errors="replace").splitlines() if index else []
             print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
             return 1

@@ -2,7 +2,7 @@
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
     python benchmarks/compiled/run.py gpt_8b_gqa --target h100 --devices 8 --seq-len 1048576 \\
-        --mesh.team 2 --attention.head-chunks 4           # a recipe, with any flag of train.py
+        --mesh.c 2 --attention.head-chunks 4              # a recipe, with any flag of train.py
     python benchmarks/compiled/run.py gpt_8b_gqa --model.layers 1 --details          # one layer
     python benchmarks/compiled/run.py gpt_7b --zero 1 --memory      # only how much memory it takes
     python benchmarks/compiled/run.py gpt_7b --zero 1 --arithmetic  # the same, nothing is compiled

@@ -60,7 +60,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     if model.from_run:
         # What the plan assumes, and the run may have set otherwise.
         flags |= {"accumulation": 1, "zero-axes": "data group ring team head"}
-        flags |= {"devices": None, "mesh.devices-per-node": None}
+        flags |= {"devices": None, "mesh.c": None, "mesh.devices-per-node": None}
         flags["attention.keep-gathered"] = False
     flags["offload"] = choice.savings.offload
     flags["run-dir"] = shlex.quote(_new_folder(base, call))

@@ -311,14 +311,25 @@ def test_nodes_end_with_their_launcher(number):
         "from benchmarks.cluster import nodes; "
         f"nodes.run(nodes.Topology(nodes=2, devices=1), ['sleep', '{marker}'], {{}})"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
+
+    def started():
+        assert launcher.poll() is None, launcher.communicate()
+        return len(running(marker)) == 2
+
     try:
-        wait_for(lambda: len(running(marker)) == 2)
+        wait_for(started)
         launcher.send_signal(number)
-        launcher.wait()
+        launcher.communicate()
         wait_for(lambda: not running(marker))
     finally:
         launcher.kill()
+
+
+@needs_namespaces
+def test_processes_may_end_before_the_last_one_starts(capfd):
+    assert cluster_nodes.run(Topology(nodes=16, devices=1), ["true"], {}) == 0
+    assert capfd.readouterr().err == ""
 
 
 @needs_namespaces

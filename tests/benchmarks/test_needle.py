@@ -110,7 +110,7 @@ def test_run_is_judged_at_every_length_and_depth(tmp_path, capsys):
     config = train.read_command_line([*flags.split(), "--run-dir", str(run)]).settings
     train.train(config)
     capsys.readouterr()
-    asked = "--lengths 1K 2K --depths 2 --cases 2 --needles 2 --rows 2 --devices 4 --mesh.team 2"
+    asked = "--lengths 1K 2K --depths 2 --cases 2 --needles 2 --rows 2 --devices 4 --mesh.c 2"
     needle.main(["--run", str(run), *asked.split()])
     scores = json.loads((run / "needle.json").read_text())
     assert [(x["length"], x["depth"]) for x in scores] == [

@@ -49,11 +49,14 @@ def degrees_of(num_devices, *, call=TINY, nodes=None, **mesh):
         (16, {"tensor": 2}, {"tensor": 2, "team": 2, "group": 2, "ring": 2}),
         (8, {"group": 1}, {"team": 2, "ring": 4}),
         (8, {"group": 8}, {"group": 8}),
-        (8, {"team": 1}, {"ring": 8}),
+        (8, {"team": 1}, {"group": 4, "ring": 2}),
         (8, {"ring": 8}, {"ring": 8}),
         (8, {"ring": 4}, {"ring": 4, "team": 2}),
         (8, {"team": 4, "group": 1}, {"team": 4, "ring": 2}),
-        (64, {"team": 4}, {"team": 4, "group": 4, "ring": 4}),
+        (8, {"team": 4}, {"team": 4, "ring": 2}),
+        (64, {"team": 4}, {"team": 4, "group": 8, "ring": 2}),
+        (64, {"c": 4}, {"team": 4, "group": 4, "ring": 4}),
+        (8, {"c": 1}, {"ring": 8}),
     ],
 )
 def test_choose_degrees_fills_what_is_left_open(num_devices, given, expected):
@@ -63,10 +66,11 @@ def test_choose_degrees_fills_what_is_left_open(num_devices, given, expected):
 @pytest.mark.parametrize(
     ("num_devices", "given", "named"),
     [
-        (8, {"team": 4}, "group=4"),
+        (8, {"c": 4}, "Use --mesh.team 4 in place of --mesh.c 4, or --devices 16"),
+        (8, {"c": 3}, "Change a degree"),
         (8, {"data": 3}, "data=3"),
         (8, {"ring": 3}, "ring=3"),
-        (6, {"team": 2}, "--mesh.group"),
+        (6, {"team": 4}, "team=4"),
         (8, {"team": 3, "group": 1}, "team=3"),
         (8, {"team": 1, "group": 1, "ring": 1, "data": 16}, "--devices"),
     ],
@@ -110,7 +114,8 @@ def test_default_degrees_depend_on_nodes_heads_and_order():
     assert on(8) == {"group": 4, "ring": 2, "team": 2}
     assert on(4) == {"group": 2, "ring": 4, "team": 2}
     assert on(8, order=("collectives_inside",)) != on(8)
-    assert on(4, team=4) == {"group": 4, "team": 4}
+    assert on(4, c=4) == {"group": 4, "team": 4}
+    assert on(4, team=4) == {"group": 2, "ring": 2, "team": 4}
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -176,9 +181,9 @@ def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
     former = st.Degrees(ring=4, team=4)
     save_degrees(tmp_path, vars(former))
     assert keep_degrees(MeshConfig(), 16, read_mesh(tmp_path).degrees) == former
-    for num_devices, given in ((8, {}), (16, {"team": 4}), (16, {"ring": 4}), (16, {"data": 2})):
+    for num_devices, given in ((8, {}), (16, {"c": 4}), (16, {"ring": 8}), (16, {"data": 2})):
         assert keep_degrees(MeshConfig(**given), num_devices, vars(former)) is None
-    # A plan keeps what is given, so that a planned run has it.
+    assert keep_degrees(MeshConfig(team=4), 16, vars(former)) == former
     assert keep_degrees(MeshConfig(team=4), 16, vars(former), planned=True) == former
     assert keep_degrees(MeshConfig(team=2), 16, vars(former), planned=True) is None
 
@@ -219,7 +224,7 @@ def test_benchmark_takes_the_mesh_of_fewest_bytes_and_refuses_what_train_refuses
         arithmetic("--mesh.data", "2")
     assert "batch_size must be divisible by mesh.data * accumulation" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"heads must be divisible by head \* tensor"):
-        arithmetic("--mesh.tensor", "64", "--mesh.team", "1")
+        arithmetic("--mesh.tensor", "64", "--mesh.c", "1")
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
     undisturbed = run(tmp_path / "undisturbed", flags, steps=6)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
-        first = run(tmp_path / "run", f"{flags} --mesh.team 1 --zero 3", steps=6)
+        first = run(tmp_path / "run", f"{flags} --mesh.c 1 --zero 3", steps=6)
     assert len(first.train) == 3
     second = run(tmp_path / "run", flags, steps=6)
     np.testing.assert_allclose(first.train + second.train, undisturbed.train, rtol=1e-5)
@@ -66,7 +66,7 @@ def images(folder, count=12):
 @pytest.mark.slow
 def test_damaged_image_costs_no_step_and_the_run_goes_on_when_it_is_restored(tmp_path):
     """Its pixels are met in step 3, and step 2 is saved."""
-    data = f"{images(tmp_path)} --devices 1 --mesh.team 1 --model.layers 1"
+    data = f"{images(tmp_path)} --devices 1 --mesh.c 1 --model.layers 1"
     whole = run(tmp_path / "whole", data, steps=5)
     bad = tmp_path / "images" / "1" / "9.png"
     content = bad.read_bytes()
@@ -103,7 +103,7 @@ def test_a_run_on_images_of_several_sizes_goes_on_bit_for_bit_and_on_another_mes
     shown = capsys.readouterr().out
     assert "of 8x8 (16 tokens)" in shown
     assert "of 8x4 (8 tokens)" in shown
-    for name, later, same in (("same", "", True), ("other", "--devices 1 --mesh.team 1", False)):
+    for name, later, same in (("same", "", True), ("other", "--devices 1 --mesh.c 1", False)):
         with monkeypatch.context() as patch:
             interrupt_after(patch, 3)
             first = run(tmp_path / name, flags, steps=8)

@@ -343,7 +343,7 @@ def test_training_is_that_of_single_rows_on_one_device(degrees, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", ["--mesh.team 1 --zero 3", "--lora.rank 4"])
+@pytest.mark.parametrize("changes", ["--mesh.c 1 --zero 3", "--lora.rank 4"])
 def test_two_processes_train_as_one_device_on_single_rows(tmp_path, changes):
     folder = tmp_path / "data"
     folder.mkdir()

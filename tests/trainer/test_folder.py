@@ -56,7 +56,7 @@ def test_run_goes_on_with_other_devices_and_reports(config):
     assert begin(config) == config.run_dir
     changed = replace(
         config,
-        **{"devices": 4, "mesh": MeshConfig(team=1), "zero": 1, "remat": "full", "log_every": 7},
+        **{"devices": 4, "mesh": MeshConfig(c=1), "zero": 1, "remat": "full", "log_every": 7},
         checkpoint=CheckpointConfig(every=3, keep=9),
     )
     with open_run(changed) as folder:

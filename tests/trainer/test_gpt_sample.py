@@ -196,7 +196,7 @@ def test_text_does_not_depend_on_the_mesh(run_dir, capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text("import os")
     flags = ("--top-k", "200", "--top-p", "0.99", "--seed", "1")
     first = run(capsys, run_dir, "--prompt", "import os", *flags)
-    other = ("--devices", "4", "--mesh.team", "1", "--mesh.head", "2", "--zero", "3")
+    other = ("--devices", "4", "--mesh.c", "1", "--mesh.head", "2", "--zero", "3")
     from_file = ("--prompt-file", str(tmp_path / "prompt.txt"))
     again = run(capsys, run_dir, *from_file, *other, *flags)
     assert again.out == first.out

@@ -181,7 +181,7 @@ def test_hybrid_sums_its_parts_over_the_other_axes():
 
 def test_gpt_7b_fits_where_the_arithmetic_says(capsys):
     """The whole step of 512K tokens on 64 H200, compared with the estimate printed beside it."""
-    benchmark.main(["gpt_7b", "--mesh.team", "4", "--memory", "--details"])
+    benchmark.main(["gpt_7b", "--mesh.c", "4", "--memory", "--details"])
     title, _, columns, row, *details = capsys.readouterr().out.splitlines()
     assert (
         title == "gpt_7b, 524288 tokens, 64 x h200: group 4, ring 4, team 4; remat products_saved"

@@ -37,6 +37,7 @@ from trainer.gpt.config import LoraConfig
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.families import FAMILIES
 from trainer.parallel.checks import check_step
+from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.flops import PEAK_FLOPS
 from trainer.parallel.partition import Partition
 from trainer.parallel.step_sizes import footprint
@@ -84,6 +85,18 @@ def test_readme_question_is_answered(capsys):
     assert re.search(r"slower: it .* Of its [\d.]+ s: ", text)
     assert "python train.py gpt_7b --data.path YOUR_TEXT " in text
     assert " --seq-len 524288 " in text
+
+
+def test_flags_of_whole_documents_give_their_mesh(tmp_path):
+    (tmp_path / "lengths.txt").write_text("65536\n" * 40)
+    options = Search(degrees=dict(data=1, tensor=1, team=4, ring=4))
+    cluster = dict(nodes=16, gpus_per_node=1, gpu="h100", port="1GB/s")
+    asked = dict(model="qwen3_8b", seq_len="64K", batch=1, options=options)
+    found = st.plan(**cluster, **asked, lengths=str(tmp_path / "lengths.txt")).documents
+    flags = re.search(r"--data\.batches [^)]*", found.comparison)[0]
+    config = trained(f"python train.py {flags}")
+    degrees = choose_degrees(config.mesh, 16, config.attention_call)
+    assert vars(degrees) == found.mesh.degrees
 
 
 def test_schemes_on_one_gpu_need_several(capsys):
@@ -178,7 +191,7 @@ def odd_run(folder):
     config = dataclasses.replace(
         RECIPES["gpt_tiny"](), batch_size=8, accumulation=4, zero=1, zero_axes=("data",),
         devices=3, sample_length=1000, attention=AttentionConfig(keep_gathered=True),
-        mesh=MeshConfig(data=2, devices_per_node=2, order=("head_first",)),
+        mesh=MeshConfig(data=2, c=2, devices_per_node=2, order=("head_first",)),
     )  # fmt: skip
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, window=300))
     folder.mkdir()

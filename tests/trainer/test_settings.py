@@ -118,6 +118,25 @@ def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
     assert load_config(GPTTrainConfig, path) == config
 
 
+@pytest.mark.parametrize(
+    ("older", "means"),
+    [
+        ({"team": 4, "group": None}, {"c": 4}),
+        ({"team": 4, "group": 1}, {"team": 4, "group": 1}),
+        ({"team": None, "group": None}, {}),
+    ],
+)
+def test_team_of_a_file_without_c_keeps_its_meaning(config, tmp_path, older, means):
+    """It set the group too, where that was left open."""
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    values = json.loads(path.read_text())
+    del values["mesh"]["c"]
+    values["mesh"] |= older
+    path.write_text(json.dumps(values))
+    assert load_config(GPTTrainConfig, path) == replace(config, mesh=MeshConfig(**means))
+
+
 def test_config_is_on_the_disk_before_it_takes_its_place(config, tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file)))

@@ -28,7 +28,7 @@ TINY = (
 )
 
 
-RING = "--devices 8 --mesh.team 1 --zero 3"
+RING = "--devices 8 --mesh.c 1 --zero 3"
 
 
 def parse(flags):
@@ -83,7 +83,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     # Fewer devices, C = 2, other shards of the state, and rings inside of two nodes.
     degrees = {"data": 1, "group": 1, "ring": 8, "team": 1, "head": 1, "tensor": 1}
     assert json.loads((tmp_path / "other/mesh.json").read_text()) == {"degrees": degrees}
-    changed = "--devices 4 --mesh.team 2 --zero 1 --attention.keep-gathered"
+    changed = "--devices 4 --mesh.c 2 --zero 1 --attention.keep-gathered"
     placed = "--mesh.order rings_inside --mesh.devices-per-node 2"
     other = run(tmp_path / "other", f"{changed} {placed}", steps=7)
     out = capsys.readouterr().out
@@ -117,6 +117,9 @@ def test_flags_set_the_config():
     assert config.mesh.order == ("data", "group", "team", "ring", "head", "tensor")
     config = parse("--mesh.team 4 --mesh.group 1 --steps 700 --model.kv-heads 4 --zero 3")
     assert config.mesh == MeshConfig(team=4, group=1)
+    assert parse("--mesh.c 4 --mesh.ring 2").mesh.degrees == dict(
+        data=1, team=4, group=4, ring=2, head=1, tensor=1
+    )
     assert (config.steps, config.model.kv_heads, config.zero) == (700, 4, 3)
     config = parse("--model.windows 512 512 none --model.rope.bases 1e4 none")
     assert config.model.layer_windows == (512, 512, None, 512)
@@ -147,7 +150,9 @@ WRONG_PARTS = {
         ({"zero_axes": ("team",)}, "zero=0"),
     ],
     "mesh": [
-        *({"team": 0}, {"devices_per_node": 0}),
+        *({"team": 0}, {"c": 0}, {"devices_per_node": 0}),
+        ({"c": 4, "group": 2}, "got mesh.c=4 and mesh.group=2. Give one of them"),
+        ({"c": 4, "team": 4, "group": 2}, "mesh.team=4 and mesh.group=2"),
         ({"order": ("ring", "team")}, "each of data ring group team head tensor once;"),
         ({"order": ("ring",)}, "--mesh.order"),
         *(({"order": x}, "must be a named order") for x in ((), ("head_first", "rings_inside"))),

@@ -33,9 +33,8 @@ def choose_degrees(
 ) -> Degrees:
     """Fills in the degrees that `mesh` leaves open, so that their product is the number of devices.
 
-    Given degrees stay as they are. Where `team` is given and `group` is not, `group` equals `team`.
-    Of the settings that remain, that one is taken with the fewest bytes: on several nodes through
-    the busiest port of a node, and then per device.
+    Given degrees stay as they are. Of the settings that remain, that one is taken with the fewest
+    bytes: on several nodes through the busiest port of a node, and then per device.
 
     Group and ring often cost the same bytes. On several nodes the smallest group is taken then,
     because the messages of a ring travel beside kernels. On one node no port is shared, and kernels
@@ -83,23 +82,19 @@ def keep_degrees(
     *,
     planned: bool = False,
 ) -> Degrees | None:
-    """The degrees of a run that goes on, if the flags leave them open; None if they must be chosen.
+    """The degrees of a run that goes on, if they fit the flags; None if they must be chosen.
 
     Args:
         mesh: the degrees that are given.
         num_devices: number of devices.
         former: the degrees with which the run trained last; None if they are not known.
-        planned: whether the planner chose them: it kept the given ones, so that a run with some
-            goes on too, and degrees of 1 may be open.
+        planned: whether the planner chose them, so that degrees of 1 may be open.
     """
     if former is None:
         return None
-    given = {name: degree for name, degree in mesh.degrees.items() if degree is not None}
-    if planned:
-        given = given_to_plan(mesh)
+    given = given_to_plan(mesh) if planned else _given(mesh)
     fits = given.items() <= former.items() and math.prod(former.values()) == num_devices
-    is_open = planned or not set(OPEN) & set(given)
-    return Degrees(**former) if fits and is_open and set(former) == set(mesh.degrees) else None
+    return Degrees(**former) if fits and set(former) == set(mesh.degrees) else None
 
 
 def choose_order(
@@ -148,9 +143,8 @@ def given_order(mesh: MeshConfig) -> tuple[str, ...] | None:
 
 
 def _given(mesh: MeshConfig) -> dict[str, int]:
-    """The degrees that are given, and the group that follows from the team."""
-    given = {name: degree for name, degree in mesh.degrees.items() if degree is not None}
-    return ({"group": mesh.team} if mesh.team is not None else {}) | given
+    """The degrees that are given."""
+    return {name: degree for name, degree in mesh.degrees.items() if degree is not None}
 
 
 def _bytes(
@@ -204,8 +198,8 @@ def _misfit(mesh: MeshConfig, num_devices: int) -> InputError:
         must = "be"
         if num_devices % (product // mesh.ring) == 0:
             use = "Leave out --mesh.ring, or use"
-    elif mesh.team and mesh.group is None and num_devices % (product // mesh.team) == 0:
-        use = f"Use --mesh.group 1 with --mesh.team {mesh.team}, or"
+    elif mesh.c is not None and num_devices % (product // mesh.c) == 0:
+        use = f"Use --mesh.team {mesh.c} in place of --mesh.c {mesh.c}, or"
     return InputError(
         f"The product of the mesh degrees must {must} the number of devices; got "
         f"{' * '.join(f'{name}={degree}' for name, degree in sizes.items())} = {product} for "

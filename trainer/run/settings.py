@@ -72,6 +72,10 @@ def load_config(config_type: type[Config], path: Path) -> Config:
                 raise InputError(
                     f"kind must be {config_type.kind}; got {kind!r}. Correct the file."
                 )
+            mesh = values.get("mesh")
+            if isinstance(mesh, dict) and "c" not in mesh and mesh.get("group", 1) is None:
+                # Before there was mesh.c, a team without a group set both.
+                values["mesh"] = mesh | {"c": mesh.get("team"), "team": None}
         return _decode(config_type, values, "")
     except (ValueError, RecursionError) as error:
         raise _not_a_config(path, error) from error
