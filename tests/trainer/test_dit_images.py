@@ -118,6 +118,22 @@ def test_folders_are_classes_in_their_order(folder):
     assert [x.label for x in examples(opened)] == [0, 1, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("names", "labels", "said"),
+    [
+        (["0", "10", "2"], [0, 2, 1], "labels: 0 0, 1 2, 2 10"),
+        (["02", "10", "a"], [0, 1, 2], "labels: 0 02, 1 10, 2 a"),
+        ([f"{n:02}" for n in range(25)], [*range(25)], "19 19, and 5 more"),
+    ],
+)
+def test_folders_that_are_numbers_are_classes_in_order_of_these(tmp_path, names, labels, said):
+    for name in names:
+        write_image(tmp_path / name / "1.png")
+    opened = open_images(tmp_path, classes=len(names))
+    assert [x.label for x in examples(opened)] == labels
+    assert said in opened.description
+
+
 def test_images_without_classes_may_lie_anywhere(folder):
     write_image(folder / "0.png")
     (folder / "metadata.jsonl").write_text("{}")

@@ -410,10 +410,22 @@ def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch,
         opened = open_corpus(path, held_out=1 - cut / 5)
         assert ids(opened.train) == [[*text[:cut].encode(), 0]]
         assert ids(opened.held_out) == [[*text[cut:].encode(), 0]]
+    for mark in ("\ufeff", "\ufeff\ufeff"):
+        path.write_text(mark + text, encoding="utf-8")
+        assert ids(open_corpus(path, held_out=0.2).train) == [[*(mark[1:] + text[:4]).encode(), 0]]
     for wrong in (text.encode() + b"c\xe9d", text.encode() + b"\xe6\xbc", b"abc\0d"):
         path.write_bytes(wrong)
         with refused(InputError, "Text must"):
             open_corpus(path, held_out=0.2)
+    for order in ("utf-16", "utf-16-be"):
+        path.write_bytes(("\ufeff" * (order != "utf-16") + text).encode(order))
+        with refused(InputError, "Text must be UTF-8", "as files of UTF-16 begin"):
+            open_corpus(path, held_out=0.2)
+
+
+def test_byte_order_mark_of_records_is_no_part_of_them(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "abcd"}\n', encoding="utf-8-sig")
+    assert ids(open_corpus(tmp_path, held_out=0.5).train) == [[97, 98, 0]]
 
 
 # Wrong data.
@@ -440,6 +452,7 @@ KINDS = ["a.json", "a.json.gz", "a.JSON", "a.txt.zst", "a.tar.gz", "a.tgz", "a.b
 WRONG_DATA = [
     (data_are(b"one two three"), "a.txt", dict(tokenizer=True, vocab_size=4), "vocab_size=4"),
     (data_are(b"text"), "a.txt", dict(vocab_size=255), "vocab_size=255"),
+    (data_are(b"text"), "a.txt", dict(vocab_size=128_256), "vocab_size=128256. Give --data.t"),
     ({}, "", dict(end_of_document=256), "end_of_document=256"),
     # Files of tokens.
     (
@@ -447,6 +460,13 @@ WRONG_DATA = [
         *("", dict(bin_dtype="uint32", vocab_size=50_000), "Token ids must"),
     ),
     ({"a_bin": bytes(13)}, "", dict(bin_dtype="int32"), "bin_dtype='int32'"),
+    *[
+        (
+            {"a_bin": np.array([magic, 1, 9, *[0] * 253], "<i4").tobytes() + bytes(36)},
+            *("", dict(vocab_size=1 << 16, bin_dtype=dtype), "header of llm.c", dtype),
+        )
+        for magic, dtype in ((20240520, "uint16"), (20240801, "uint32"))
+    ],
     *[
         ({"a_npy": npy(np.arange(100))[:kept]}, "", {}, "a.npy' must be a whole", "truncated")
         for kept in (0, 5, 40, 200)

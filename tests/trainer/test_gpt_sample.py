@@ -457,6 +457,12 @@ def test_flags_that_cannot_be_read(run_dir, capsys, arguments, message):
     assert message in usage_error(capsys, sample.sample, arguments)
 
 
+def test_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    (tmp_path / "prompt").write_text("abc", encoding="utf-8-sig")
+    options = TextOptions(prompt_file=tmp_path / "prompt")
+    assert text_samples._read_prompt(options) == "abc"
+
+
 def test_prompt_that_is_not_utf8(run_dir, tmp_path, monkeypatch):
     (tmp_path / "prompt").write_bytes(b"abc\xff")
     message = message_of(run_dir, "--prompt-file", tmp_path / "prompt")

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from refusals import refused
 from startrail_jax.errors import InputError
@@ -124,6 +125,87 @@ def test_deep_json_names_its_file(tmp_path):
     path.write_text("[" * 100_000)
     with refused(InputError, "must be a Hugging Face tokenizer.json; got '", "x.json'"):
         FileTokenizer(path, end_of_document=None, vocab_size=2)
+
+
+TEXTS = [
+    "Hello, world 12345!  Two  spaces\nA new line, \u00fcml\u00e4ut \ufb01",
+    "  def f(x):\n    return x + 1000<|end|> ",
+]
+
+
+def trained(model, pre_tokenizer, decoder, normalizer=None, **options):
+    found = Tokenizer(model)
+    found.pre_tokenizer, found.decoder = pre_tokenizer, decoder
+    if normalizer is not None:
+        found.normalizer = normalizer
+    kind = trainers.WordLevelTrainer if isinstance(model, models.WordLevel) else trainers.BpeTrainer
+    special = ["<unk>", "<|end|>", "<s>", "</s>"]
+    found.train_from_iterator(
+        TEXTS, kind(vocab_size=330, special_tokens=special, show_progress=False, **options)
+    )
+    return found
+
+
+def byte_level(*first, prefix=False, normalizer=None):
+    last = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return trained(
+        models.BPE(), pre_tokenizers.Sequence([*first, last]), decoders.ByteLevel(), normalizer,
+        initial_alphabet=alphabet,
+    )  # fmt: skip
+
+
+def metaspace(scheme):
+    kinds = (x.Metaspace(prepend_scheme=scheme) for x in (pre_tokenizers, decoders))
+    return trained(models.BPE(unk_token="<unk>"), *kinds)
+
+
+TOKENIZERS = {
+    "bytes": byte_level,
+    "digits": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True)),
+    "three digits": lambda: byte_level(pre_tokenizers.Split(Regex(r"\d{1,3}"), "isolated")),
+    "prefix space": lambda: byte_level(prefix=True),
+    "lower case": lambda: byte_level(normalizer=normalizers.Lowercase()),
+    "NFKC": lambda: byte_level(normalizer=normalizers.NFKC()),
+    "metaspace": lambda: metaspace("always"),
+    "metaspace first": lambda: metaspace("first"),
+    "metaspace never": lambda: metaspace("never"),
+    "characters": lambda: trained(
+        *(models.WordLevel(unk_token="<unk>"), pre_tokenizers.Split(Regex("."), "isolated")),
+        decoders.Fuse(),
+    ),
+}
+CLASSES = {
+    "llama": "LlamaTokenizerFast",
+    "mistral": "LlamaTokenizer",
+    "qwen2": "LlamaTokenizerFast",
+    "qwen3": None,
+    "smollm3": "PreTrainedTokenizerFast",
+    "gemma2": "GemmaTokenizerFast",
+    "gemma3_text": "Qwen2TokenizerFast",
+}
+"""Family -> the class that the folder names, rightly or wrongly; None for none."""
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_ids_are_those_of_the_file_whatever_the_folder_names(kind, tmp_path):
+    """transformers makes a tokenizer of the class, and drops what the file says beside it."""
+    path, file = tmp_path / "tokenizer.json", TOKENIZERS[kind]()
+    file.save(str(path))
+    expected = [file.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    for family, name in CLASSES.items():
+        named = {"tokenizer_class": name, "eos_token": "</s>", "chat_template": "{{ messages }}"}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        settings = tmp_path / "tokenizer_config.json"
+        settings.write_text(json.dumps(named)) if name else settings.unlink(missing_ok=True)
+        found = FileTokenizer(path, end_of_document=1, vocab_size=330)
+        assert [found.ids(text) for text in TEXTS] == expected, family
+        assert [found.decode(np.array(x)) for x in expected] == [
+            file.decode(x, skip_special_tokens=False) for x in expected
+        ]
+        loaded = load_tokenizer(path)
+        if name:
+            assert (loaded.eos_token, loaded.chat_template) == ("</s>", "{{ messages }}")
 
 
 def test_text_that_cannot_be_cut_is_refused(monkeypatch):

@@ -149,7 +149,10 @@ def read_records(
 
 @contextmanager
 def _opened(path: Path, on_read: Callable[[int], None]) -> Iterator[TextIO]:
-    """A file of UTF-8, unpacked if it is compressed. `on_read` is told of its bytes on the disk."""
+    """A file of UTF-8, unpacked if it is compressed, without a byte-order mark.
+
+    `on_read` is told of its bytes on the disk.
+    """
 
     class Told(io.FileIO):
         def readinto(self, buffer: Any) -> int | None:
@@ -161,15 +164,17 @@ def _opened(path: Path, on_read: Callable[[int], None]) -> Iterator[TextIO]:
         with reading(path), io.BufferedReader(Told(path), BLOCK) as raw:
             file: Any = gzip.GzipFile(fileobj=raw) if is_gzip(path) else raw
             # As they are: no end of a line is converted.
-            yield io.TextIOWrapper(file, encoding="utf-8", newline="\n")
+            yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(
             f"{str(path)!r} must be a whole gzip file; got {type(error).__name__}: {error}. "
             "Write or copy it again, or leave it out."
         ) from error
     except UnicodeDecodeError as error:
+        byte = error.object[error.start]
         raise InputError(
-            f"Text must be UTF-8; got byte {error.object[error.start]:#04x} in {str(path)!r}. "
+            f"Text must be UTF-8; got byte {byte:#04x} in {str(path)!r}"
+            f"{', as files of UTF-16 begin' if byte in (0xFE, 0xFF) else ''}. "
             "Convert the file to UTF-8, or leave it out."
         ) from None
 

@@ -44,6 +44,10 @@ PART_NAME = re.compile(r"(?P<part>train|val|valid|validation)([-_.]?[0-9].*)?")
 # In this order, if a folder has the parts in several forms.
 PART_SUFFIXES = (".bin", ".npy", ".jsonl", ".txt")
 LISTED_FILES = 5
+LLM_C = {20240520: "uint16", 20240801: "uint32"}
+"""The first number in a file of tokens of llm.c -> the data type of its tokens."""
+LLM_C_HEADER = 1024
+"""Bytes before the first token in these files."""
 
 # Of a file of tokens that is larger, so many bytes are hashed, in blocks that are spread evenly.
 HASHED_BYTES = 1 << 28
@@ -180,11 +184,23 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
                     f"bin_dtype={bin_dtype!r}; got {size} bytes. It may be truncated: write or "
                     "copy it again, or correct --data.bin-dtype."
                 )
+            _check_no_header(path)
             # An empty file cannot be mapped.
             tokens = np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
     if not len(tokens):
         raise InputError(f"{str(path)!r} must hold tokens; got none. Remove it, or write it again.")
     return tokens
+
+
+def _check_no_header(path: Path) -> None:
+    with path.open("rb") as file:
+        magic = int.from_bytes(file.read(4), "little")
+    if magic in LLM_C:
+        raise InputError(
+            f"A .bin file must hold tokens alone; got {str(path)!r}, which begins with the header "
+            f"of llm.c ({magic}). Cut its {LLM_C_HEADER:,} bytes off, `tail -c +{LLM_C_HEADER + 1} "
+            f"FILE`, and use --data.bin-dtype {LLM_C[magic]}."
+        )
 
 
 def _map_vector(path: Path) -> Integer[np.ndarray, " tokens"]:

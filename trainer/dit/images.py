@@ -36,6 +36,8 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 # Root mean squares of latents that need no factor. The latents of Stable Diffusion before its
 # factor of 0.18215 lie above, those after it within.
 USUAL_RMS = (0.2, 5.0)
+# Classes whose names the log has.
+CLASSES_LISTED = 20
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 # Pillow looks at the content of a file and not at its name, and would start other programs for some
 # formats, such as Ghostscript for EPS.
@@ -344,7 +346,7 @@ def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
         captions=captions,
         # A file in place of another may have other proportions, which changes the batches.
         content=[keys, found_sizes] if several else keys,
-        remark=_other_files(found) + longest,
+        remark=_other_files(found) + longest + _said_classes(names),
         sizes=found_sizes if several else None,
     )
 
@@ -354,7 +356,7 @@ def _suffix(key: str) -> str:
 
 
 def _classes_of_folder(folder: Path, keys: list[str], config: DiTTrainConfig) -> tuple[str, ...]:
-    """The sorted names of the subfolders; none if the model has no classes."""
+    """The names of the subfolders, in order, numbers as such; none if the model has no classes."""
     if not config.model.classes:
         return ()
     loose = [key for key in keys if "/" not in key]
@@ -364,7 +366,9 @@ def _classes_of_folder(folder: Path, keys: list[str], config: DiTTrainConfig) ->
             f"{len(loose)} images beside them, such as {loose[0]!r} in {str(folder)!r}. Move them, "
             "or use --model.classes 0."
         )
-    names = tuple(sorted({key.split("/")[0] for key in keys}))
+    names = {key.split("/")[0] for key in keys}
+    numbers = all(name.isdecimal() for name in names)
+    names = tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
     if len(names) != config.model.classes:
         raise InputError(
             "model.classes must be the number of folders with images in data.path; got "
@@ -372,6 +376,13 @@ def _classes_of_folder(folder: Path, keys: list[str], config: DiTTrainConfig) ->
             f"--model.classes {len(names)}, or 0 for no classes."
         )
     return names
+
+
+def _said_classes(names: tuple[str, ...]) -> str:
+    """A remark about the label of each class."""
+    shown = [f"{label} {name}" for label, name in enumerate(names[:CLASSES_LISTED])]
+    more = [f"and {len(names) - len(shown)} more"] * (len(names) > len(shown))
+    return f"; labels: {', '.join(shown + more)}" if names else ""
 
 
 def _other_files(keys: list[str]) -> str:

@@ -48,6 +48,8 @@ from trainer.places import COPIES
 # Number of tokens at both ends of a part of a file that are checked when the file is opened, so
 # that a wrong data type is found at once. All other tokens are checked when they are read.
 CHECKED_TOKENS = 1 << 16
+MOST_FOR_BYTES = 1024
+"""Largest vocabulary of a model of bytes, which has room for more tokens than it needs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,6 +134,7 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
     check_effects(config, files, validation)
     if files.kind in TOKEN_KINDS:
         return _open_tokens(files, validation, config, vocab_size)
+    check_bytes(config, vocab_size)
     folder = config.cache or (cache if config.tokenizer else None)
     text = open_text(files, validation, config, vocab_size)
     return _open_text(text, folder, vocab_size)
@@ -243,6 +246,17 @@ def _open_tokens(
         ),
         digest=_digest(list(map(digest_of_tokens, files.paths.values()))),
     )
+
+
+def check_bytes(config: DataConfig, vocab_size: int) -> None:
+    """Raises ValueError if the tokens of text are bytes and the model has a vocabulary of words."""
+    if config.tokenizer is None and vocab_size > MOST_FOR_BYTES:
+        data = "Python's standard library" if config.path is None else repr(str(config.path))
+        use = "--data.path and --data.tokenizer" if config.path is None else "--data.tokenizer"
+        raise InputError(
+            f"Without data.tokenizer, tokens are bytes; got {data} and "
+            f"model.vocab_size={vocab_size}. Give {use}, or use --model.vocab-size 256."
+        )
 
 
 def open_text(files: Files, validation: Files | None, config: DataConfig, vocab_size: int) -> Text:

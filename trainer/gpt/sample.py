@@ -222,7 +222,7 @@ def _read_prompt(options: TextOptions) -> str:
         )
     try:
         raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
-        return raw.decode()
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = "standard input" if file is None else repr(str(file))
         raise InputError(

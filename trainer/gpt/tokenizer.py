@@ -288,11 +288,12 @@ def load_transformers(what: str, path: Path | str) -> Any:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a file, as transformers loads it.
+    """The tokenizer of a file, which gives the ids that the file says.
 
     Args:
-        path: a file that tokenizers or transformers wrote. If its name is `TOKENIZER`, the other
-            files of its folder count too, as for `transformers.AutoTokenizer`.
+        path: a file that tokenizers or transformers wrote. If its name is `TOKENIZER`, the special
+            tokens, the chat template and the settings of its folder count too, but not the class
+            that they name: transformers would make a tokenizer of that class anew.
 
     Raises:
         ImportError: if the package transformers is missing.
@@ -308,13 +309,11 @@ def load_tokenizer(path: Path) -> Any:
 @functools.lru_cache(maxsize=1)
 def _loaded(path: Path, state: frozenset[Any]) -> Any:
     """`load_tokenizer`, once for files in one state: of a large vocabulary, it takes seconds."""
-    transformers = load_transformers("Tokenizers", path)
+    kind: Any = load_transformers("Tokenizers", path).PreTrainedTokenizerFast
     if path.name == TOKENIZER:
-        found: Any = transformers.AutoTokenizer.from_pretrained(
-            str(path.parent), local_files_only=True, trust_remote_code=False
-        )
+        found = kind.from_pretrained(str(path.parent), local_files_only=True)
     else:
-        found = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        found = kind(tokenizer_file=str(path))
     # The file may ask for both, for short inputs.
     found.backend_tokenizer.no_truncation()
     found.backend_tokenizer.no_padding()

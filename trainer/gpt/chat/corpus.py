@@ -29,7 +29,15 @@ from trainer.gpt.chat.examples import read_examples
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
-from trainer.gpt.corpus import Corpus, Stream, check_effects, described, find_parts, open_text
+from trainer.gpt.corpus import (
+    Corpus,
+    Stream,
+    check_bytes,
+    check_effects,
+    described,
+    find_parts,
+    open_text,
+)
 from trainer.gpt.documents import hint
 from trainer.gpt.encoding import (
     Text,
@@ -78,6 +86,7 @@ def open_examples(
                 f"{found.kind} files in {found.name!r}. Give *.jsonl, *.parquet or *.arrow files "
                 "(--data.path), or leave out --data.loss-on."
             )
+    check_bytes(config, vocab_size)
     text = open_text(files, validation, config, vocab_size)
     template, folder = None, config.cache
     if config.tokenizer is not None:

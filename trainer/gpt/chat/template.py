@@ -288,7 +288,7 @@ def _has_reasoning(message: Mapping[str, Any]) -> bool:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{str(path)!r} must be a file of UTF-8; got {type(error).__name__}: {error}. Give "
