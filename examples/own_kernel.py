@@ -58,7 +58,9 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     x = np.random.default_rng(0).standard_normal((3, 1, 1024, 4, 64), np.float32)
     mesh = st.make_mesh(st.Degrees.startrail(8, c=2))
-    own, known = (st.Attention(mesh, backend=backend) for backend in ([Dense(), "auto"], "auto"))
+    own, known = (
+        st.Attention(mesh, causal=True, backend=backend) for backend in ([Dense(), "auto"], "auto")
+    )
     inputs = own.shard(*x)
     print(own.explain(seq_len=1024, heads=4, head_dim=64, dtype="float32"))
     for attention in (own, known):

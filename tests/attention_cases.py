@@ -91,6 +91,12 @@ MASKS |= {f"packed {name}": (None, None, "documents") for name in PATTERNS}
 HEADS = ("equal", "grouped", "single")
 
 
+def or_causal(options):
+    """The options of an attention, which is causal if they do not say what it sees."""
+    told = any(options.get(name) is not None for name in ("causal", "window", "mask"))
+    return options if told else options | {"causal": True}
+
+
 def host_mesh(degrees, axis_type="explicit"):
     """A mesh as other programs have it, with one axis for the sequence."""
     kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[axis_type]

@@ -146,7 +146,9 @@ def lowered_attention(
 ) -> tuple[Mesh, Any]:
     """The same for attention and its gradients for a given cotangent."""
     mesh = st.make_mesh(degrees, devices=devices)
-    attend = st.Attention(mesh, layout="zigzag", backward=sizes.backward, inner=sizes.inner)
+    attend = st.Attention(
+        mesh, causal=True, layout="zigzag", backward=sizes.backward, inner=sizes.inner
+    )
 
     def struct(heads: int, spec: P) -> jax.ShapeDtypeStruct:
         shape = (1, sizes.tokens * len(devices), heads, sizes.head_dim)

@@ -214,7 +214,7 @@ def communication(
         dtype=dtype_name(dtype),
         packed=packed,
     )
-    shown = resolve(mask, causal=causal)
+    shown = resolve(mask, causal=causal, default=True)
     placed = Layout.of(layout, degrees.sequence)
     sizes.check(degrees, mask=shown, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)

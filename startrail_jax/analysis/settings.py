@@ -94,7 +94,7 @@ def refusal(
     Raises:
         ValueError: if there is no such layout, or if `causal` and `mask` contradict each other.
     """
-    mask = resolve(mask, causal=causal)
+    mask = resolve(mask, causal=causal, default=True)
     placed = Layout.of(layout, degrees.sequence)
     sizes = Sizes(
         batch=batch,

@@ -17,11 +17,11 @@ class Arguments(Options, Sharded):
     """The static arguments of an attention: what it computes, where, and how it communicates."""
 
     causal: bool | None = None
-    """Whether a query sees only keys at its own position or before; None for True, or with a `mask`
-    for that of the mask. The attribute of an instance is always a bool."""
+    """Whether a query sees only keys at its own position or before. One of `causal`, `window` and
+    `mask` must be given; the attribute of an instance is always a bool."""
     window: int | None = None
-    """Number of keys that a query sees, including the key at its own position; None for all. Only a
-    causal attention can have a window."""
+    """Number of keys that a query sees, including the key at its own position; None for all. An
+    attention with a window is causal."""
     mask: masks.Mask | None = None
     """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for the mask of `causal`
     and `window`. To change it by `dataclasses.replace`, also pass `causal=None`."""

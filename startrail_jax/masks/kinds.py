@@ -269,20 +269,30 @@ class Rule(Mask):
         return some != 0, every != 0
 
 
-def resolve(mask: Any, *, causal: bool | None, window: Any = None) -> Mask:
+def resolve(
+    mask: Any, *, causal: bool | None, window: Any = None, default: bool | None = None
+) -> Mask:
     """The mask that the options of an attention choose.
 
     Args:
         mask: a mask of this module; None for the mask of the other options.
         causal: True for `Causal()`, or `Window(window - 1, 0)` with a window; False for `Full()`;
-            None for True without a mask, and for that of the mask with one.
+            None for True with a window, and for that of the mask with one.
         window: number of keys that a query sees, the one at its own position included; None for
             all.
+        default: what `causal` is if nothing is given; None for an error.
 
     Raises:
-        ValueError: if the options contradict each other or are none.
+        ValueError: if the options contradict each other, or none is given.
     """
     if mask is None:
+        if causal is None and window is None:
+            causal = default
+        if causal is None and window is None:
+            raise InputError(
+                "An attention needs causal=, window= or mask=; got none of them. Use causal=True "
+                "for decoders such as GPT, causal=False if every token sees every other."
+            )
         causal = causal is None or causal
         if window is None:
             return Causal() if causal else Full()

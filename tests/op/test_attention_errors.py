@@ -374,9 +374,9 @@ def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them():
         op.local(x, x, x)
     for name in ("slopes", "sinks"):
         with refused(InputError, f"{name} must be floats [heads] = [2]; got float32 [8]"):
-            st.Attention(mesh).local(x, x, x, **{name: jnp.ones(8)})
+            st.Attention(mesh, causal=True).local(x, x, x, **{name: jnp.ones(8)})
     with pytest.raises(TypeError, match="slope_of_heads"):
-        st.Attention(mesh).local(x, x, x, slope_of_heads=jnp.ones(2))
+        st.Attention(mesh, causal=True).local(x, x, x, slope_of_heads=jnp.ones(2))
     with refused(InputError, "assert_exact", "got mask=Prefix"):
         assert_exact(op, seq_len=8, heads=2)
     causal = st.Attention(mesh, mask=st.masks.Prefix() & st.masks.Causal())

@@ -101,26 +101,26 @@ def test_mesh_of_the_user(axis_type, sizes, axis_names, degrees):
 
 def test_axis_names_as_a_dataclass():
     mesh = make_mesh(context=4)
-    named = st.Attention(mesh, axis_names=st.AxisNames(ring="context"))
-    assert named == st.Attention(mesh, axis_names={"ring": "context"})
-    assert hash(named) == hash(st.Attention(mesh, axis_names={"ring": "context"}))
+    named = st.Attention(mesh, axis_names=st.AxisNames(ring="context"), causal=True)
+    assert named == st.Attention(mesh, axis_names={"ring": "context"}, causal=True)
+    assert hash(named) == hash(st.Attention(mesh, axis_names={"ring": "context"}, causal=True))
     assert named.sequence_spec == P(None, "context")
 
 
 def test_specs_leave_out_axes_of_degree_one():
     mesh = Case(degrees=st.Degrees(data=2, ring=2, team=2, tensor=2)).mesh
-    attention = st.Attention(mesh)
+    attention = st.Attention(mesh, causal=True)
     assert attention.sequence_spec == P("data", ("ring", "team"))
     assert attention.query_spec(4) == P("data", ("ring", "team"), "tensor", None)
     assert attention.key_spec(2) == P("data", ("ring", "team"), "tensor", None)
     # One key head cannot be split over two tensor ranks: both hold it.
     assert attention.key_spec(1) == P("data", ("ring", "team"), None, None)
-    assert st.Attention(make_mesh(ring=1)).query_spec(4) == P(None, None, None, None)
+    assert st.Attention(make_mesh(ring=1), causal=True).query_spec(4) == P(None, None, None, None)
 
 
 @pytest.mark.slow
 def test_set_mesh_is_allowed():
-    attention = st.Attention(make_mesh(ring=2, team=2))
+    attention = st.Attention(make_mesh(ring=2, team=2), causal=True)
     with jax.set_mesh(attention.mesh):
         assert_exact(attention)
 
@@ -129,14 +129,14 @@ def test_set_mesh_is_allowed():
 def test_mesh_of_both_axis_types():
     kinds = (AxisType.Auto, AxisType.Explicit)
     mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=kinds, devices=jax.devices()[:8])
-    assert_exact(st.Attention(mesh))
+    assert_exact(st.Attention(mesh, causal=True))
 
 
 @pytest.mark.slow
 def test_abstract_mesh_under_jit():
     """A model built from an abstract mesh runs on any concrete mesh of that shape."""
     mesh = make_mesh(ring=2, team=2)
-    attention, concrete = st.Attention(mesh.abstract_mesh), st.Attention(mesh)
+    attention, concrete = (st.Attention(x, causal=True) for x in (mesh.abstract_mesh, mesh))
     problem = problem_for(48)
     query, key, value, *_ = place(concrete, problem)
     out = jax.jit(attention)(query, key, value)
@@ -144,7 +144,7 @@ def test_abstract_mesh_under_jit():
 
 
 def test_auto_mesh_reshards_what_it_is_given():
-    attention = st.Attention(make_mesh("auto", data=2, ring=4))
+    attention = st.Attention(make_mesh("auto", data=2, ring=4), causal=True)
     problem = problem_for(48)
     laid_out = (attention.layout.permute(x) for x in (problem.query, problem.key, problem.value))
     query, key, value = laid_out
@@ -160,7 +160,7 @@ def test_auto_mesh_reshards_what_it_is_given():
 def test_local_inside_a_shard_map_of_the_user(packed):
     """`Attention.local` takes one device's shards, so that a fused layer can share a shard_map."""
     mesh = make_mesh(data=2, group=2, ring=2, team=2)
-    attention, problem = st.Attention(mesh), problem_for(48)
+    attention, problem = st.Attention(mesh, causal=True), problem_for(48)
     segments = np.repeat(np.arange(3, dtype=np.int32), 16)[None] * np.ones((4, 1), np.int32)
     spec = attention.query_spec(4)
 
@@ -219,7 +219,7 @@ def test_one_device_takes_plain_arrays(device_kind):
 
 
 def test_unsharded_array_on_an_explicit_mesh_of_many_raises():
-    attention = st.Attention(make_mesh(ring=4))
+    attention = st.Attention(make_mesh(ring=4), causal=True)
     x = jnp.zeros((2, 16, 4, 5))
     with refused(InputError, "jax.device_put"):
         attention(x, x, x)
@@ -249,7 +249,7 @@ def test_mesh_that_shards_no_sequence_is_refused():
 
 
 def test_mesh_of_one_device_needs_no_sequence_axis():
-    assert st.Attention(make_mesh(batch=1)).degrees == st.Degrees()
+    assert st.Attention(make_mesh(batch=1), causal=True).degrees == st.Degrees()
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_gradient_inside_a_shard_map_over_all_axes():
 @pytest.mark.parametrize("manual", ["stage", "ring"])
 def test_call_inside_a_shard_map_is_refused(manual):
     mesh = make_mesh("auto", stage=2, ring=2, team=2)
-    attention, spec = st.Attention(mesh), P(manual)
+    attention, spec = st.Attention(mesh, causal=True), P(manual)
     x = np.zeros((2, 24, 2, 4), "f4")
     for call in (
         lambda x: attention(x, x, x),
@@ -294,7 +294,7 @@ def test_call_inside_a_shard_map_is_refused(manual):
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)
 def test_gradient_of_a_gradient_is_refused(axis_type):
-    attention = st.Attention(make_mesh(axis_type, ring=2))
+    attention = st.Attention(make_mesh(axis_type, ring=2), causal=True)
     x = attention.shard(np.zeros((1, 24, 2, 4), "f4"))
 
     def first(x):

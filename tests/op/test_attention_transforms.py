@@ -48,7 +48,7 @@ def test_sixty_four_devices():
 @pytest.mark.usefixtures("unchecked")
 def test_batch_may_be_symbolic_in_an_exported_program():
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
-    attention = st.Attention(mesh)
+    attention = st.Attention(mesh, causal=True)
     (batch,) = jax.export.symbolic_shape("batch")
     sharding = NamedSharding(mesh, attention.query_spec(2))
     x = jax.ShapeDtypeStruct((batch, 8, 2, 4), jnp.float32, sharding=sharding)

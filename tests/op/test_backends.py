@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from attention_cases import Case, check
+from attention_cases import Case, check, or_causal
 from examples.own_kernel import Dense
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
@@ -34,7 +34,7 @@ def test_own_kernel_is_exact_in_every_scheme(case):
 
 def attention(backend, **options):
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
-    return st.Attention(mesh, backend=backend, layout="contiguous", **options)
+    return st.Attention(mesh, backend=backend, layout="contiguous", **or_causal(options))
 
 
 SIZES = {"seq_len": 512, "heads": 4, "head_dim": 64}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from attention_cases import Case, check, host_mesh, one_axis, place
+from attention_cases import Case, check, host_mesh, one_axis, or_causal, place
 from refusals import refused
 from startrail_jax.errors import BalanceWarning, InputError, UnsupportedError
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, slice_pairs, to_zigzag
@@ -24,7 +24,7 @@ def test_slices_come_to_their_zigzag_places_and_back(ranks):
     for pairs in (even, odd):
         assert [sorted(side) for side in zip(*pairs, strict=True)] == [list(range(ranks))] * 2
     mesh = st.make_mesh(D(ring=ranks), devices=jax.devices()[:ranks])
-    attention = st.Attention(mesh, layout="zigzag")
+    attention = st.Attention(mesh, layout="zigzag", causal=True)
     axis, spec = attention.axes["ring"], jax.P(None, attention.sequence_spec[1])
 
     def both(x):
@@ -71,7 +71,7 @@ RING = D(ring=8)
 
 
 def attention(degrees=RING, **options):
-    return st.Attention(host_mesh(degrees, "auto"), **one_axis(degrees), **options)
+    return st.Attention(host_mesh(degrees, "auto"), **one_axis(degrees), **or_causal(options))
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_tokens_in_natural_order_are_right_on_one_axis():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 1, 32, 8, 4), np.float32)
     out = jax.jit(ours)(*map(jnp.asarray, x))
-    expected = st.Attention(st.make_mesh(D(), devices=jax.devices()[:1]))(*x)
+    expected = st.Attention(st.make_mesh(D(), devices=jax.devices()[:1]), causal=True)(*x)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 

@@ -475,7 +475,9 @@ def test_auto_takes_cudnn_where_it_serves(changed):
 
 
 def test_attention_names_what_a_backend_lacks():
-    attention = st.Attention(st.make_mesh(st.Degrees(), devices=jax.devices()[:1]), backend="cudnn")
+    attention = st.Attention(
+        st.make_mesh(st.Degrees(), devices=jax.devices()[:1]), backend="cudnn", causal=True
+    )
     x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
     with refused(UnsupportedError, "'cpu'"):
         attention(x, x, x)
@@ -483,8 +485,8 @@ def test_attention_names_what_a_backend_lacks():
 
 def test_abstract_mesh_is_of_the_devices_that_jax_has(monkeypatch):
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2]).abstract_mesh
-    assert st.Attention(mesh).schedule.platform == "cpu"
+    assert st.Attention(mesh, causal=True).schedule.platform == "cpu"
     card = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
     monkeypatch.setattr(jax, "devices", lambda: [card])
-    schedule = st.Attention(mesh).schedule
+    schedule = st.Attention(mesh, causal=True).schedule
     assert (schedule.platform, schedule.capability) == ("cuda", (9, 0))

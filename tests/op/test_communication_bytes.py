@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import startrail_jax as st
-from attention_cases import host_mesh, one_axis
+from attention_cases import host_mesh, one_axis, or_causal
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.analysis.ports import messages, read_messages
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
@@ -68,9 +68,10 @@ class Setting:
         names += ("balance",)
         options = {name: getattr(self, name) for name in names}
         if self.one_axis:
-            return st.Attention(host_mesh(self.degrees), **options, **one_axis(self.degrees))
+            options |= one_axis(self.degrees)
+            return st.Attention(host_mesh(self.degrees), **or_causal(options))
         devices = jax.devices()[: self.degrees.num_devices]
-        return st.Attention(st.make_mesh(self.degrees, "explicit", devices), **options)
+        return st.Attention(st.make_mesh(self.degrees, "explicit", devices), **or_causal(options))
 
     def expected(self, **nodes):
         names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import oracle
 import startrail_jax as st
-from attention_cases import FLOAT32_ERROR, QUICK, relative_error
+from attention_cases import FLOAT32_ERROR, QUICK, or_causal, relative_error
 from refusals import refused
 from startrail_jax import masks
 from startrail_jax.analysis.hlo import read_traffic
@@ -36,7 +36,7 @@ BATCH, SLOTS, HEADS, HEAD_DIM, VALUE_DIM = 2, 48, 8, 7, 11
 def make_attention(degrees, axis_type="explicit", **options):
     devices = jax.devices()[: degrees.num_devices]
     mesh = st.make_mesh(degrees, axis_type, devices)
-    return st.Attention(mesh, **{"layout": "zigzag", **options})
+    return st.Attention(mesh, **{"layout": "zigzag", **or_causal(options)})
 
 
 def put(attention, x, spec):
@@ -249,7 +249,7 @@ def test_decode_of_every_token_equals_the_attention_whose_keys_are_the_cache():
     devices = jax.devices()[:4]
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("inner", "outer"), axis_types=kinds, devices=devices)
-    attention = st.Attention(mesh, axis_names={"ring": ("outer", "inner")}, scale=0.3)
+    attention = st.Attention(mesh, axis_names={"ring": ("outer", "inner")}, scale=0.3, causal=True)
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(1, 16, n, 5)).astype(np.float32) for n in (4, 2, 2))
     permute, unpermute = attention.layout.permute, attention.layout.unpermute

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from attention_cases import or_causal
 from refusals import refused
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.blocks.visibility import Visibility
@@ -18,7 +19,9 @@ HOPPER = dict(platform="cuda", capability=(9, 0))
 
 def attention(degrees, **options):
     devices = jax.devices()[: degrees.num_devices]
-    return st.Attention(st.make_mesh(degrees, devices=devices), **{"layout": "zigzag", **options})
+    return st.Attention(
+        st.make_mesh(degrees, devices=devices), **{"layout": "zigzag", **or_causal(options)}
+    )
 
 
 @pytest.mark.slow
@@ -159,7 +162,7 @@ def test_a_mask_is_named_with_its_rounds():
 
 def test_an_abstract_mesh_may_be_asked_for_other_devices():
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2]).abstract_mesh
-    abstract = st.Attention(mesh, layout="zigzag")
+    abstract = st.Attention(mesh, layout="zigzag", causal=True)
     assert abstract.explain(**SIZES).backend == "xla"
     assert abstract.explain(**SIZES, **HOPPER).backend == "cudnn"
 

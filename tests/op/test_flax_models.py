@@ -156,7 +156,7 @@ def test_complete_model_matches_its_dense_self(step, axis_type):
         expected = step(dense_attention, ids[:, :-1], ids[:, 1:], np.arange(SEQ_LEN))
 
         mesh = st.make_mesh(st.Degrees(data=2, team=2, ring=2), axis_type, jax.devices()[:8])
-        attention = st.Attention(mesh)
+        attention = st.Attention(mesh, causal=True)
         tokens, targets = attention.shard(ids[:, :-1], ids[:, 1:])
         positions = attention.layout.positions(SEQ_LEN)
         if axis_type == "auto":

@@ -15,6 +15,7 @@ from attention_cases import (
     Case,
     Problem,
     draw_problem,
+    or_causal,
     reference,
     relative_error,
 )
@@ -27,7 +28,7 @@ DEGREES = st.Degrees.startrail(8, c=2)
 
 def attention(degrees=DEGREES, axis_type="auto", **options):
     devices = jax.devices()[: degrees.num_devices]
-    return st.Attention(st.make_mesh(degrees, axis_type, devices), **options)
+    return st.Attention(st.make_mesh(degrees, axis_type, devices), **or_causal(options))
 
 
 def problem(rng, lengths=(32, 32), ids=(None, None)):

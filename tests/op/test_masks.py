@@ -205,7 +205,9 @@ def test_masks_are_simplified_where_they_meet():
 def test_causal_and_window_are_short_for_masks():
     mesh = jax.sharding.AbstractMesh((2,), ("ring",))
     make = lambda **options: st.Attention(mesh, **options)  # noqa: E731
-    assert make().resolved_mask == make(causal=True).resolved_mask == M.Causal()
+    assert make(causal=True).resolved_mask == M.Causal()
+    with refused(InputError, "needs causal=, window= or mask=; got none of them"):
+        make()
     assert make(causal=False).resolved_mask == M.Full()
     assert make(window=5).resolved_mask == M.Window(4, 0)
     for short, mask in ((dict(window=5), M.Window(4, 0)), (dict(causal=False), M.Full())):

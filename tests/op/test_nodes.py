@@ -179,7 +179,7 @@ def test_a_mesh_takes_the_order_of_fewest_bytes_for_its_call(kv_heads, line):
     sizes = dict(heads=16, kv_heads=kv_heads, head_dim=8)
     degrees, devices = st.Degrees(ring=8, team=2), jax.devices()[:16]
     mesh = st.make_mesh(degrees, devices=devices, devices_per_node=8, call=sizes)
-    explanation = st.Attention(mesh).explain(seq_len=512, **sizes, devices_per_node=8)
+    explanation = st.Attention(mesh, causal=True).explain(seq_len=512, **sizes, devices_per_node=8)
     assert f"2 nodes: {line} inside" in str(explanation)
 
 
@@ -188,7 +188,9 @@ def test_explain_knows_meshes_of_other_names_and_abstract_ones():
     sizes = dict(seq_len=512, heads=16, head_dim=8)
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("replica", "context"), types, devices=jax.devices()[:8])
-    own = st.Attention(mesh, layout="zigzag", axis_names={"data": "replica", "ring": "context"})
+    own = st.Attention(
+        mesh, causal=True, layout="zigzag", axis_names={"data": "replica", "ring": "context"}
+    )
     explanation = own.explain(**sizes, devices_per_node=4)
     assert (explanation.across, explanation.inside) == (("data",), ("ring",))
     abstract = dataclasses.replace(own, mesh=mesh.abstract_mesh, degrees=None)

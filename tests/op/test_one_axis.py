@@ -106,7 +106,9 @@ def test_several_axes_count_as_one():
 
 
 def test_one_axis_alone_is_ring_attention():
-    attention = st.Attention(host_mesh(st.Degrees(data=2, ring=2, tensor=2)), axis="context")
+    attention = st.Attention(
+        host_mesh(st.Degrees(data=2, ring=2, tensor=2)), axis="context", causal=True
+    )
     assert attention.degrees == st.Degrees(ring=2)
     names = {"data": "fsdp", "tensor": "model"}
     attention = dataclasses.replace(attention, axis_names=names)
@@ -188,7 +190,7 @@ def test_one_axis_refuses_what_does_not_fit():
         st.Attention(st.make_mesh(st.Degrees(team=4, ring=2), devices=eight), axis="ring")
     with refused(InputError, "degrees go with axis=, the axis of"):
         st.Attention(st.make_mesh(st.Degrees(ring=8), devices=eight), degrees=st.Degrees(team=8))
-    several = st.Attention(st.make_mesh(st.Degrees(ring=8), devices=eight))
+    several = st.Attention(st.make_mesh(st.Degrees(ring=8), devices=eight), causal=True)
     teams = st.make_mesh(st.Degrees(team=4, ring=2), devices=eight)
     with refused(InputError, "degrees=None"):
         dataclasses.replace(several, mesh=teams)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
+from attention_cases import or_causal
 from startrail_jax import masks
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import visible_tiles
@@ -21,7 +22,7 @@ from startrail_jax.tokens.layout import Layout
 
 def schedule_of(degrees, **options):
     mesh = st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices])
-    return st.Attention(mesh, **options).schedule
+    return st.Attention(mesh, **or_causal(options)).schedule
 
 
 def devices_of(schedule):
@@ -68,7 +69,7 @@ def test_every_device_has_the_same_causal_work_in_every_round(ring, group, team,
     """Under zigzag; with one diagonal more in the first round."""
     degrees = st.Degrees(ring=ring, group=group, team=team, head=head)
     mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
-    attention, seq_len = st.Attention(mesh, layout="zigzag"), 6 * degrees.sequence
+    attention, seq_len = st.Attention(mesh, layout="zigzag", causal=True), 6 * degrees.sequence
     schedule = attention.schedule
     for distance in range(ring):
         for device in devices_of(schedule):

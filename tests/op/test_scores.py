@@ -194,7 +194,7 @@ def test_a_dropout_rate_of_0_changes_no_bit():
 
 def test_cudnn_leaves_soft_caps_to_others():
     mesh = jax.sharding.AbstractMesh((2,), ("ring",))
-    attention = st.Attention(mesh, layout="zigzag", softcap=50.0)
+    attention = st.Attention(mesh, layout="zigzag", softcap=50.0, causal=True)
     sizes = dict(seq_len=4096, heads=8, head_dim=64, platform="cuda", capability=(9, 0))
     explanation = attention.explain(**sizes)
     assert explanation.backend == "tiled"
@@ -232,14 +232,14 @@ def test_decode_has_masks_soft_caps_slopes_and_sinks():
 def test_soft_caps_of_nonsense_are_refused(softcap):
     mesh = jax.sharding.AbstractMesh((2,), ("ring",))
     with pytest.raises(ValueError, match=f"softcap must be a positive number .*{softcap}"):
-        st.Attention(mesh, softcap=softcap)
+        st.Attention(mesh, softcap=softcap, causal=True)
 
 
 @pytest.mark.parametrize("sinks", [jnp.zeros(3), jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32)])
 def test_sinks_of_another_shape_are_refused(sinks):
     x = jnp.zeros((1, 8, 2, 4))
     mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
-    attend = functools.partial(st.Attention(mesh, layout="contiguous"), sinks=sinks)
+    attend = functools.partial(st.Attention(mesh, layout="contiguous", causal=True), sinks=sinks)
     with refused(InputError, "sinks must"):
         jax.eval_shape(attend, x, x, x)
 

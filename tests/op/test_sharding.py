@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
+from attention_cases import or_causal
 from refusals import refused
 from startrail_jax.errors import InputError
 
@@ -19,7 +20,7 @@ DEGREES = st.Degrees(data=2, ring=2, tensor=2)
 
 def attention(degrees=DEGREES, axis_type="auto", **options):
     mesh = st.make_mesh(degrees, axis_type, jax.devices()[: degrees.num_devices])
-    return st.Attention(mesh, **{"layout": "zigzag", **options})
+    return st.Attention(mesh, **{"layout": "zigzag", **or_causal(options)})
 
 
 def on_mesh(ours, x):
@@ -210,7 +211,7 @@ def test_traced_array_is_refused(method):
 
 
 def test_shard_on_an_abstract_mesh_is_refused():
-    ours = st.Attention(attention().mesh.abstract_mesh)
+    ours = st.Attention(attention().mesh.abstract_mesh, causal=True)
     with refused(InputError, "AbstractMesh"):
         ours.shard(np.zeros((2, 8)))
     with refused(InputError, "shard_bias"):

@@ -23,6 +23,7 @@ from attention_cases import (
     check,
     covering,
     forward_and_backward,
+    or_causal,
     place,
     relative_error,
 )
@@ -387,9 +388,8 @@ def test_an_exchange_over_a_thousand_devices_is_found_in_seconds():
 
 
 def make(degrees, **options):
-    return st.Attention(
-        st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices]), **options
-    )
+    mesh = st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices])
+    return st.Attention(mesh, **or_causal(options))
 
 
 CALL = dict(seq_len=1024, heads=4, head_dim=8, dtype="float32")

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
+from attention_cases import or_causal
 from startrail_jax import testing
 from startrail_jax.testing import assert_exact, assert_model_exact, simulate_devices
 
@@ -24,7 +25,7 @@ PROBLEM = {"seq_len": 16, "heads": 4, "kv_heads": 2, "head_dim": 7, "value_head_
 
 def attention_on(degrees, axis_type="explicit", **options):
     devices = jax.devices("cpu")[: degrees.num_devices]
-    return st.Attention(st.make_mesh(degrees, axis_type, devices), **options)
+    return st.Attention(st.make_mesh(degrees, axis_type, devices), **or_causal(options))
 
 
 def dense(query, key, value, *, segment_ids, return_lse, causal=True, window=16, scale=7**-0.5):
@@ -384,7 +385,9 @@ def test_model_with_lengths_of_calls_or_without_devices_raises(model):
     with pytest.raises(ValueError, match=r"assert_model_exact needs a mask whose lengths"):
         assert_model_exact(attention, loss_of, *model)
     with pytest.raises(ValueError, match=r"assert_model_exact needs a mesh of devices"):
-        assert_model_exact(st.Attention(AbstractMesh((2,), ("team",))), loss_of, *model)
+        assert_model_exact(
+            st.Attention(AbstractMesh((2,), ("team",)), causal=True), loss_of, *model
+        )
 
 
 # What cannot be tested says so ------------------------------------------------------------------
@@ -415,7 +418,7 @@ def test_sizes_that_do_not_fit_raise(changes, message):
 
 
 def test_abstract_mesh_raises():
-    attention = st.Attention(AbstractMesh((2,), ("team",)))
+    attention = st.Attention(AbstractMesh((2,), ("team",)), causal=True)
     with pytest.raises(ValueError, match=r"needs a mesh of devices; got .* AbstractMesh\. Build"):
         assert_exact(attention, **PROBLEM)
 

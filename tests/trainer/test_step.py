@@ -255,7 +255,9 @@ def test_losses_of_layers_that_differ_do_not_depend_on_how_it_runs():
 
 @pytest.mark.parametrize("degrees", [st.Degrees(), st.Degrees(ring=2, head=2)])
 def test_layers_that_offload_have_the_gradients_of_layers_that_do_not(degrees):
-    attention = st.Attention(st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices]))
+    attention = st.Attention(
+        st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices]), causal=True
+    )
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1, 16, 20)).astype("f4")
     weights = rng.normal(size=(3, 20, 3, 4, 5)).astype("f4") / 5
