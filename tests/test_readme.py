@@ -12,6 +12,7 @@ import tokenizers
 
 import oracle
 import startrail_jax
+from benchmarks import figure
 from train import read_command_line
 from trainer.command_line import parse
 from trainer.tasks import TASKS
@@ -201,3 +202,7 @@ def test_reference_has_every_public_name():
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             if path.stem not in UNLISTED:
                 assert f".. automodule:: {module}\n" in reference, module
+
+
+def test_figure_is_drawn_from_the_results():
+    assert figure.SVG.read_text() == figure.draw((ROOT / "benchmarks" / "RESULTS.md").read_text())
