@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from startrail_jax.errors import InputError
+from startrail_jax.values import is_whole, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def parts(
     Raises:
         ValueError: if a document is longer than the row of the largest degree.
     """
-    layout = _Assignment(devices, share, cost or DocumentCost(), degrees)
+    layout = _Assignment(devices, share, DocumentCost() if cost is None else cost, degrees)
     lengths = layout.checked(lengths)
     return layout.parts(lengths, np.arange(len(lengths)))
 
@@ -142,18 +143,25 @@ class _Assignment:
     def __init__(
         self, devices: int, share: int, cost: DocumentCost, degrees: Sequence[int] | None
     ) -> None:
-        if devices < 1 or share < 1:
+        devices, share = whole(devices), whole(share)
+        if not (is_whole(devices, 1) and is_whole(share, 1)):
             raise InputError(
-                f"Parts need at least one device, which holds a token; got devices={devices}, "
-                f"share={share}. Give how many devices share rows, and the tokens that one holds."
+                f"Parts need at least one device, which holds a token; got devices={devices!r}, "
+                f"share={share!r}. Give how many devices share rows, and the tokens that one holds."
             )
+        if not isinstance(cost, DocumentCost):
+            raise InputError(f"cost must be a DocumentCost or None; got cost={cost!r}.")
         divisors = [c for c in range(1, devices + 1) if devices % c == 0]
-        degrees = divisors if degrees is None else sorted(set(degrees))
-        if not degrees or not set(degrees) <= set(divisors):
+        if degrees is not None:
+            given = degrees if isinstance(degrees, Iterable) else (degrees,)
+            degrees = [whole(c) for c in given]
+        degrees = divisors if degrees is None else degrees
+        if not degrees or not all(is_whole(c, 1) and c in divisors for c in degrees):
             raise InputError(
                 f"The degrees of parts must divide the devices; got degrees={degrees}, "
                 f"devices={devices}. Use some of {divisors}."
             )
+        degrees = sorted(set(degrees))
         self.devices, self.share, self.cost, self.degrees = devices, share, cost, degrees
         self._capacities = [c * share for c in degrees]
 
@@ -309,7 +317,7 @@ class PartStream(Iterator[list[BatchPart]]):
         Raises:
             ValueError: as `parts`, or if no document has a token.
         """
-        cost = cost or DocumentCost()
+        cost = DocumentCost() if cost is None else cost
         assignment = _Assignment(devices, share, cost, degrees)
         self._lengths = assignment.checked(lengths)
         self._documents = np.flatnonzero(self._lengths)
@@ -477,7 +485,7 @@ def summary(
         share: as for `parts`.
         cost: as for `parts`.
     """
-    cost = cost or DocumentCost()
+    cost = DocumentCost() if cost is None else cost
     lengths = np.asarray(lengths, np.int64)
     tokens = alone = 0
     work = seconds = hops = 0.0

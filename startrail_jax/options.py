@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError
+from startrail_jax.values import adopt, is_whole, truth, whole
 
 Side = Literal["query", "kv"]
 Backward = Literal["auto", "query", "kv"]
@@ -68,6 +69,8 @@ class Options:
     exchange where it saves more time than it takes. See `Attention.explain`."""
 
     def __post_init__(self) -> None:
+        adopt(self, whole, "inner", "head_chunks")
+        adopt(self, truth, "published", "keep_gathered")
         for name, values in _CHOICES.items():
             value = getattr(self, name)
             if value not in values:
@@ -75,7 +78,7 @@ class Options:
                     f"{name} must be one of {values}; got {name}={value!r}. "
                     f"Leave it out for {values[0]!r}."
                 )
-        if type(self.head_chunks) is not int or self.head_chunks < 1:
+        if not is_whole(self.head_chunks, 1):
             raise InputError(
                 "head_chunks must be a positive integer; got "
                 f"head_chunks={self.head_chunks!r}. Use 1 for all heads at once."
@@ -94,7 +97,7 @@ class Options:
                 f"team={degrees.team}, group={degrees.group}. Use Degrees.startrail, or leave "
                 "published out."
             )
-        if type(self.inner) is int and self.inner >= 1 and degrees.ring % self.inner == 0:
+        if is_whole(self.inner, 1) and degrees.ring % self.inner == 0:
             return
         divisors = [n for n in range(1, degrees.ring + 1) if degrees.ring % n == 0]
         raise InputError(

@@ -10,6 +10,7 @@ from startrail_jax import blocks, masks
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.errors import InputError
 from startrail_jax.options import Options
+from startrail_jax.values import adopt, is_real, real, truth, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,16 @@ class Arguments(Options, Sharded):
     inputs is taken. See `explain`."""
 
     def __post_init__(self) -> None:
+        adopt(self, whole, "window", "padding_id")
+        adopt(self, truth, "causal")
+        adopt(self, real, "scale", "softcap")
         Sharded.__post_init__(self)
         Options.__post_init__(self)
+        if not (self.scale is None or is_real(self.scale)):
+            raise InputError(
+                f"scale must be a finite number or None; got scale={self.scale!r}. None is "
+                "head_dim ** -0.5."
+            )
         self.check(self.degrees)
         object.__setattr__(self, "backend", blocks.check_backend(self.backend))
         object.__setattr__(self, "causal", self.resolved_mask.causal)
@@ -57,13 +66,13 @@ class Arguments(Options, Sharded):
 
 def check_softcap(softcap: Any) -> None:
     """Raises a ValueError unless a soft cap is None or a positive number."""
-    if softcap is not None and not (type(softcap) in (int, float) and 0 < softcap < float("inf")):
+    if softcap is not None and not (is_real(real(softcap)) and softcap > 0):
         raise InputError(f"softcap must be a positive number or None; got softcap={softcap!r}.")
 
 
 def check_padding_id(padding_id: Any) -> None:
     """Raises a ValueError unless the segment id of padding is None or an integer."""
-    if padding_id is not None and not (type(padding_id) is int and abs(padding_id) < 2**31):
+    if padding_id is not None and not (type(whole(padding_id)) is int and abs(padding_id) < 2**31):
         raise InputError(
             "padding_id must be the int32 that marks padding among segment_ids, or None; got "
             f"padding_id={padding_id!r}. Negative ids are always padding."

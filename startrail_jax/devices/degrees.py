@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
+from startrail_jax.values import adopt, is_whole, whole
 
 # The six roles that a mesh axis can play, slowest to fastest in device order.
 ROLES = ("data", "ring", "group", "team", "head", "tensor")
@@ -65,9 +66,10 @@ class Degrees:
     """Number of tensor-parallel shards of the heads."""
 
     def __post_init__(self) -> None:
+        adopt(self, whole, *ROLES)
         for role in ROLES:
             degree = getattr(self, role)
-            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+            if not is_whole(degree, 1):
                 raise InputError(
                     f"Every degree must be an integer of at least 1; got {role}={degree!r}. "
                     f"Use {role}=1 to leave that axis out."

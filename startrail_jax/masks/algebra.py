@@ -12,6 +12,7 @@ import numpy as np
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.tokens.layout import Runs, Span
+from startrail_jax.values import adopt, is_whole, whole
 
 
 class Mask:
@@ -220,9 +221,9 @@ class Window(Mask):
     """Number of keys after the query that it sees; None for all."""
 
     def __post_init__(self) -> None:
-        for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None:
-                check_number("Window", name, value, least=0)
+        for name in ("left", "right"):
+            if getattr(self, name) is not None:
+                check_number(self, name, least=0)
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -434,12 +435,14 @@ def _concrete(question: Callable[[Span, Span], Any], query: Span, key: Span) -> 
         return np.broadcast_to(np.asarray(question(query, key), bool), shape)
 
 
-def check_number(kind: str, name: str, value: Any, least: int = 1) -> None:
+def check_number(mask: Mask, name: str, least: int = 1) -> None:
     """Raises a ValueError unless an option of a mask is an integer of at least `least`."""
-    if type(value) is int and value >= least:
+    adopt(mask, whole, name)
+    value = getattr(mask, name)
+    if is_whole(value, least):
         return
     none = " or None" if least == 0 else ""
     raise InputError(
-        f"{name} of masks.{kind} must be an integer of at least {least}{none}; got "
+        f"{name} of masks.{type(mask).__name__} must be an integer of at least {least}{none}; got "
         f"{name}={value!r}. Give a number of tokens."
     )

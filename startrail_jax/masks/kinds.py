@@ -9,6 +9,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from startrail_jax.masks.algebra import Causal, Full, Mask, Window, check_number, shown
 from startrail_jax.tokens.layout import Span
+from startrail_jax.values import is_whole, truth, whole
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Chunked(Mask):
     """Tokens in a chunk; the last chunk may be shorter."""
 
     def __post_init__(self) -> None:
-        check_number("Chunked", "size", self.size)
+        check_number(self, "size")
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Mask.visible`."""
@@ -62,7 +63,7 @@ class BlockCausal(Mask):
     grows = True
 
     def __post_init__(self) -> None:
-        check_number("BlockCausal", "size", self.size)
+        check_number(self, "size")
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Mask.visible`."""
@@ -103,7 +104,7 @@ class Prefix(Mask):
 
     def __post_init__(self) -> None:
         if self.length is not None:
-            check_number("Prefix", "length", self.length)
+            check_number(self, "length")
 
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -187,7 +188,7 @@ class Sinks(Mask):
     """Number of tokens."""
 
     def __post_init__(self) -> None:
-        check_number("Sinks", "count", self.count)
+        check_number(self, "count")
 
     def visible(self, query: Any, key: Any) -> Any:
         """See `Mask.visible`."""
@@ -285,6 +286,9 @@ def resolve(
     Raises:
         ValueError: if the options contradict each other, or none is given.
     """
+    causal, window = truth(causal), whole(window)
+    if not (causal is None or isinstance(causal, bool)):
+        raise InputError(f"causal must be True or False; got causal={causal!r}.")
     if mask is None:
         if causal is None and window is None:
             causal = default
@@ -296,7 +300,7 @@ def resolve(
         causal = causal is None or causal
         if window is None:
             return Causal() if causal else Full()
-        if not (causal and type(window) is int and window >= 1):
+        if not (causal and is_whole(window, 1)):
             raise InputError(
                 "window needs causal=True and an integer of at least 1 key; got "
                 f"window={window!r}, causal={causal}. Use window=None to see every key."

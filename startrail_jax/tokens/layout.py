@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
+from startrail_jax.values import adopt, is_whole, whole
 
 KINDS = ("contiguous", "zigzag")
 
@@ -115,9 +116,10 @@ class Layout:
                 f"layout must be one of {KINDS}; got {self.kind!r}. "
                 "Leave it out for tokens in natural order."
             )
-        if self.degree < 1:
+        adopt(self, whole, "degree")
+        if not is_whole(self.degree, 1):
             raise InputError(
-                f"degree must be at least 1; got degree={self.degree}. "
+                f"degree must be an integer of at least 1; got degree={self.degree!r}. "
                 "Pass the number of sequence shards, Degrees.sequence."
             )
 
