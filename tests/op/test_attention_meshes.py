@@ -94,7 +94,8 @@ def assert_exact(attention, problem=None):
     ],
 )
 def test_mesh_of_the_user(axis_type, sizes, axis_names, degrees):
-    attention = st.Attention(make_mesh(axis_type, **sizes), axis_names=axis_names)
+    mesh = make_mesh(axis_type, **sizes)
+    attention = st.Attention(mesh, causal=True, axis_names=axis_names)
     assert attention.degrees == degrees
     assert_exact(attention)
 
@@ -256,7 +257,8 @@ def test_mesh_of_one_device_needs_no_sequence_axis():
 def test_gradient_inside_a_shard_map_over_all_axes():
     """The stages of a pipeline: each has its own weights, and sequences are sharded inside it."""
     mesh = make_mesh("auto", stage=2, ring=2, team=2)
-    attention, plain = st.Attention(mesh), st.Attention(make_mesh("auto", ring=1))
+    one = make_mesh("auto", ring=1)
+    attention, plain = (st.Attention(x, causal=True) for x in (mesh, one))
     x = np.random.default_rng(3).normal(size=(1, 24, 2, 4)).astype("f4")
     spec = attention.query_spec(2)
 

@@ -402,7 +402,7 @@ def test_gpu_blocks_under_x64_and_strict_promotion(monkeypatch, degrees):
     fake_cudnn.install(monkeypatch)
     mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[:4])
     for backend, options in (
-        ("cudnn", dict(layout="contiguous")),
+        ("cudnn", dict(causal=True, layout="contiguous")),
         ("tiled", dict(window=5)),
     ):
         attention = st.Attention(mesh, backend=backend, **options)
