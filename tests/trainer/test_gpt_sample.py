@@ -362,7 +362,9 @@ def final_sample(window=None, **options):
     )  # fmt: skip
     mesh = st.make_mesh(st.Degrees(data=2), "auto", jax.devices()[:2])
     config = make_config(Path("unused"))
-    program = SimpleNamespace(config=config, attention=st.Attention(mesh, window=window))
+    program = SimpleNamespace(
+        config=config, attention=st.Attention(mesh, causal=True, window=window)
+    )
     return continue_text(program, make_weights(), corpus, **options)
 
 
