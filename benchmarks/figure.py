@@ -1,6 +1,8 @@
 """Draws README's figure from the table of schemes in RESULTS.md.
 
-python benchmarks/figure.py         # writes docs/schemes.svg
+    python benchmarks/figure.py
+
+It writes docs/schemes.svg.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ what is around the kernels.
 """
 
 import dataclasses
-import functools
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,13 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from fake_cudnn import _rounded
+from fake_cudnn import _dot, _grouped, _rounded
 from startrail_jax.blocks import fa4
 from startrail_jax.masks import Full
-
-_dot = functools.partial(
-    jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +85,6 @@ def install(monkeypatch):
 
 def _batched(x):
     return x[None] if x.ndim == 3 else x
-
-
-def _grouped(x, k):
-    return rearrange(x, "b t (k g) h -> b t k g h", k=k.shape[2])
 
 
 def _visible(config, q, k, segments):
