@@ -3,7 +3,7 @@
     python train.py                             # gpt_tiny, on any machine
     python train.py dit_digits                                    # then sample.py draws digits
     python train.py --mesh.c 1 --run-dir runs/ring                # Ring Attention
-    python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json
+    python train.py llama3_8b --data.path FOLDER --data.tokenizer tokenizer.json
     python train.py gpt_7b --plan show          # which mesh is fastest here? Then --plan use
     python train.py runs/gpt_tiny/config.json --steps 2000 --run-dir runs/longer
     python train.py --init-from Qwen3-8B --data.path FOLDER      # goes on from a pretrained model

@@ -76,13 +76,13 @@ def gpt_7b() -> GPTTrainConfig:
     )
 
 
-def gpt_8b_gqa() -> GPTTrainConfig:
+def llama3_8b() -> GPTTrainConfig:
     """The sizes of Llama 3 8B (arXiv 2407.21783): 8 key heads for 32 query heads; 512K tokens.
 
-    Command: `python train.py gpt_8b_gqa --data.path FOLDER --data.tokenizer tokenizer.json`.
+    Command: `python train.py llama3_8b --data.path FOLDER --data.tokenizer tokenizer.json`.
     """
     return _long_context(
-        "gpt_8b_gqa",
+        "llama3_8b",
         GPTConfig(
             vocab_size=128_256,
             width=4096,
@@ -105,7 +105,7 @@ def llama3_8b_1m() -> GPTTrainConfig:
     node needs 0.6 TB of host memory.
     """
     rope = RopeConfig(base=500_000.0, scaling="llama3", factor=64.0, original_length=8192)
-    model = replace(gpt_8b_gqa().model, norm_eps=1e-5, rope=rope)
+    model = replace(llama3_8b().model, norm_eps=1e-5, rope=rope)
     return _million_tokens("llama3_8b_1m", model)
 
 
@@ -167,6 +167,6 @@ def _million_tokens(name: str, model: GPTConfig) -> GPTTrainConfig:
     )
 
 
-_ALL = (gpt_tiny, gpt_3b, gpt_7b, gpt_8b_gqa, llama3_8b_1m, qwen3_8b_1m)
+_ALL = (gpt_tiny, gpt_3b, gpt_7b, llama3_8b, llama3_8b_1m, qwen3_8b_1m)
 RECIPES = {recipe.__name__: recipe for recipe in _ALL}
 """The recipes by name."""

@@ -83,6 +83,10 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="whether the heads of queries and keys are normalised",
     )
+    model.add_argument(
+        "--lora-rank",
+        help="rank of adapters of queries and values, trained in place of all other weights",
+    )
     model.add_argument("--seq-len", help="tokens in a sequence, such as 512K")
     model.add_argument(
         "--batch", help="sequences in a batch, over all GPUs; default: that of the run, or 1"
@@ -251,7 +255,7 @@ def _model(args: argparse.Namespace) -> Any:
     from startrail_jax.planner.models import ModelSizes
     from startrail_jax.planner.quantities import parse_count, parse_window
 
-    options = {"qk_norm", "windows"}
+    options = {"qk_norm", "windows", "lora_rank"}
     others = {"seq_len", "batch", *options}
     names = {field.name for field in fields(ModelSizes)} & set(vars(args)) - others
     sizes: dict[str, Any] = {
@@ -261,6 +265,8 @@ def _model(args: argparse.Namespace) -> Any:
     }
     if args.qk_norm is not None:
         sizes["qk_norm"] = args.qk_norm
+    if args.lora_rank is not None:
+        sizes["lora_rank"] = parse_count(args.lora_rank, "--lora-rank")
     if args.windows is not None:
         sizes["windows"] = tuple(map(parse_window, args.windows))
     if args.model is not None:
@@ -270,7 +276,7 @@ def _model(args: argparse.Namespace) -> Any:
             sizes.setdefault("kv_heads", sizes.get("heads", model.heads))
             width, heads = sizes.get("width", model.width), sizes.get("heads", model.heads)
             sizes.setdefault("head_dim", max(width // heads, 1))
-        if sizes and not model.from_run:
+        if set(sizes) - {"lora_rank"} and not model.from_run:
             sizes["name"] = f"{model.name}, changed"
         return replace(model, **sizes)
     missing = sorted(names - set(sizes) - {"kv_heads"})

@@ -30,7 +30,7 @@ function browserPath() {
       return execFileSync("which", [name], { encoding: "utf8" }).trim();
     } catch {}
   }
-  throw new Error("A Chromium must be on the PATH, or named by CHROMIUM; found none. Install one.");
+  throw new Error("A Chromium must be on the PATH; found none. Install it, such as with `apt install chromium`, or set CHROMIUM to its path.");
 }
 
 /** A server of the built pages; returns it and its address. */

@@ -32,22 +32,11 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-def run_python(page, monkeypatch, *, simulates=True):
-    """Runs the Python of a page, one block after another, on 8 of the simulated devices.
-
-    Args:
-        page: the page.
-        monkeypatch: the fixture.
-        simulates: whether the page says how devices are simulated.
-    """
+def run_python(page, monkeypatch):
+    """Runs the Python of a page, one block after another, on 8 of the simulated devices."""
     devices = jax.devices()[:8]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     code = "".join(blocks(page, "python"))
-    # Tests have simulated devices already, and jax takes their number only before it starts.
-    code, count = re.subn(
-        r'^jax\.config\.update\("jax_num_cpu_devices", 8\).*$', "", code, flags=re.M
-    )
-    assert count == simulates
     names = {}
     exec(compile(code, str(page), "exec"), names)
     return names
@@ -135,7 +124,7 @@ def test_python_of_all_other_pages_runs(monkeypatch, capsys):
         others.remove(page)
     assert others
     for page in others:
-        run_python(page, monkeypatch, simulates=False)
+        run_python(page, monkeypatch)
     assert "python train.py gpt_7b" in capsys.readouterr().out
 
 

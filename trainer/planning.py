@@ -33,7 +33,6 @@ from trainer.processes import gather
 from trainer.task import Task
 
 _SHOWN = 8
-_ADAPTERS = "predicted seconds are those of training all weights, and this run trains adapters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +98,8 @@ class Planner:
             lines.append(f"plan: {len(lengths):,} documents of the data. {whole[0].comparison}")
         names = ("the fastest", "the runner-up") if config.plan == "use" else range(1, _SHOWN + 1)
         lines += [f"plan: {x}: {y}" for x, y in zip(names, described, strict=False)]
-        if config.freezes:
-            lines.append(f"plan: {_ADAPTERS}")
         # All processes take the choice of the first.
-        degrees, order = gather([found[0].degrees, found[0].order])[0]
+        degrees, order = gather([vars(found[0].degrees), found[0].order])[0]
         return PlannedMesh(
             degrees=st.Degrees(**degrees),
             order=given_order(config.mesh) or tuple(order),
@@ -138,7 +135,7 @@ class Planner:
         try:
             found = dataclasses.replace(self, config=free).forecasts(cluster, 2, limit)
         except InputError:
-            best = vars(choose_degrees(mesh, len(devices), config.attention_call))
+            best = choose_degrees(mesh, len(devices), config.attention_call)
             line = (
                 "the one of the fewest bytes, since the planner finds none that suits the run and "
                 f"fits the {limit / GIB:.3g} GiB that jax has on a device"
@@ -151,10 +148,9 @@ class Planner:
             ]
             line = "; the runner-up: ".join(described)
             line = f"the fastest by the data sheet of {cluster.gpu.name}: {line} a step"
-            line += f"; {_ADAPTERS}" if config.freezes else ""
         return PlannedMesh(
             # All processes take the choice of the first.
-            degrees=st.Degrees(**gather(best)[0]),
+            degrees=st.Degrees(**gather(vars(best))[0]),
             order=given_order(mesh) or ROLES,
             description=(f"default mesh: {line}",),
         )
@@ -252,7 +248,7 @@ class Planner:
             timed = Candidates(roomy, call, options, rows)
             sizes: dict[st.Degrees, tuple[str, int] | None] = {}
             for index in timed.ordered(np.ones(len(timed.row), bool)):
-                mesh = st.Degrees(**timed.degrees(index)[0])
+                mesh = timed.degrees(index)[0]
                 if kind(mesh) in found:
                     continue
                 if mesh not in sizes:

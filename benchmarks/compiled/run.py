@@ -1,9 +1,9 @@
 """Compiles a training step, or attention alone, for GPUs on a machine without one, and reads it.
 
     pip install --no-deps jax-cuda13-pjrt==<version of jax>
-    python benchmarks/compiled/run.py gpt_8b_gqa --target h100 --devices 8 --seq-len 1048576 \\
+    python benchmarks/compiled/run.py llama3_8b --target h100 --devices 8 --seq-len 1048576 \\
         --mesh.c 2 --attention.head-chunks 4              # a recipe, with any flag of train.py
-    python benchmarks/compiled/run.py gpt_8b_gqa --model.layers 1 --details          # one layer
+    python benchmarks/compiled/run.py llama3_8b --model.layers 1 --details          # one layer
     python benchmarks/compiled/run.py gpt_7b --zero 1 --memory      # only how much memory it takes
     python benchmarks/compiled/run.py gpt_7b --zero 1 --arithmetic  # the same, nothing is compiled
     python benchmarks/compiled/run.py attention --mesh.ring 16 --inner 4   # forward and backward
@@ -70,7 +70,7 @@ GPU_OF_TARGET = {"a100": "a100_80"}
 HARDWARE = {
     "gpt_7b": ("h200", 64),
     "gpt_3b": ("a100", 32),
-    "gpt_8b_gqa": ("h200", 64),
+    "llama3_8b": ("h200", 64),
     "llama3_8b_1m": ("h100", 8),
     "qwen3_8b_1m": ("h100", 8),
     "dit_1b": ("a100", 32),

@@ -12,7 +12,7 @@ import jax
 from benchmarks.cluster.training import random_batch, random_state
 from benchmarks.gpu.report import Report, first_line
 from benchmarks.gpu.speed import Problem
-from configs.gpt import gpt_8b_gqa, gpt_tiny
+from configs.gpt import gpt_tiny, llama3_8b
 from trainer.data.batches import place
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.checks import make_attention
@@ -30,7 +30,7 @@ def config_of(rows: int, tokens: int, *, tiny: bool) -> GPTTrainConfig:
     """Four layers of Llama 3 8B on 32K tokens, which take 20 to 30 GiB; or a tiny GPT."""
     if tiny:
         return replace(gpt_tiny(), seq_len=64, batch_size=1, sample_length=0)
-    config = gpt_8b_gqa()
+    config = llama3_8b()
     model = replace(config.model, layers=4, vocab_size=32_000)
     return replace(config, model=model, batch_size=rows, seq_len=tokens, zero=0)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis, Cycle, Degrees
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis, Cycle
 from startrail_jax.errors import UserError
 from startrail_jax.options import Options
 from startrail_jax.planner.command import remarks
@@ -103,7 +103,8 @@ def fastest(asked: str) -> str:
     except UserError as error:
         return json.dumps({"error": str(error)})
     winner = found.winner
-    return json.dumps({x: getattr(winner, x) for x in ("scheme", "degrees", "mfu", "fits")})
+    cell = {x: getattr(winner, x) for x in ("scheme", "mfu", "fits")}
+    return json.dumps(cell | {"degrees": vars(winner.degrees)})
 
 
 def rings(number: str) -> str:
@@ -137,16 +138,16 @@ def forward_pass(found: Plan, choice: Prediction) -> dict[str, Any]:
         moves.append(_pairs(number, transfer))
         return len(moves) - 1
 
-    ring = choice.degrees["ring"]
+    ring = choice.degrees.ring
     options = Options(inner=choice.inner, published=choice.published)
-    steps = steps_of(found.call, Degrees(**choice.degrees), options)
+    steps = steps_of(found.call, choice.degrees, options)
     turns, others = {}, []
     for x in replace(steps, offsets=range(ring)).in_rings()[0]:
         if x.step.endswith("ring"):
             turns[x.step] = (move_of(x), x.received_bytes / len(x.hops))
         elif x.tensor_bytes:
             text, kind = _TEXTS[x.step, x.roles]
-            others.append((text.format(**choice.degrees), kind, move_of(x), x.received_bytes))
+            others.append((text.format(**vars(choice.degrees)), kind, move_of(x), x.received_bytes))
     for other in others:
         if other[1] != "outputs":
             add(*other)
@@ -170,11 +171,11 @@ def forward_pass(found: Plan, choice: Prediction) -> dict[str, Any]:
 
 def _numbers(found: Plan, choice: Prediction) -> np.ndarray:
     """The number of the GPU at each [ring, group, team, head], of the first replica."""
-    columns: dict[str, Any] = {x: np.array([n]) for x, n in choice.degrees.items()}
+    columns: dict[str, Any] = {x: np.array([n]) for x, n in vars(choice.degrees).items()}
     columns |= {"order": np.array([ORDERS.index(choice.order)])}
     columns |= {"inner": np.array([choice.inner]), "published": np.array([choice.published])}
     strides = Placement(Settings(**columns), found.cluster).strides
-    shape = [choice.degrees[role] for role in SEQUENCE_ROLES]
+    shape = [getattr(choice.degrees, role) for role in SEQUENCE_ROLES]
     return np.tensordot([int(strides[role][0]) for role in SEQUENCE_ROLES], np.indices(shape), 1)
 
 

@@ -190,7 +190,7 @@ function showPlan() {
   $("counts").textContent = `${plan.num_settings.toLocaleString("en")} settings of degrees and order. With ZeRO, ` +
     `rematerialisation, offload and tiles, there are ${plan.num_candidates.toLocaleString("en")} settings, of which ` +
     `${plan.num_fitting.toLocaleString("en")} fit ${(limit / GIB).toFixed(1)} GiB.`;
-  $("notes").textContent = plan.notes.join(" ");
+  $("notes").textContent = plan.advice.join(" ");
   $("limit").textContent = `${(limit / GIB).toFixed(1)} GiB`;
   const baselines = Object.entries(plan.baselines);
   const slowest = Math.max(...[...plan.ranked, ...Object.values(plan.baselines)].map((x) => x.seconds));

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from startrail_jax.devices.degrees import ROLES
 from startrail_jax.planner.config_json import PRETRAINED, find_model
 from startrail_jax.planner.grid import Call
 from startrail_jax.planner.hardware import Cluster
@@ -15,8 +16,8 @@ from startrail_jax.planner.models import FRAME, MODELS, ModelSizes
 from startrail_jax.planner.quantities import show_count
 from startrail_jax.planner.search import Prediction
 
-# Model -> the recipe of train.py that has its sizes.
-_RECIPES = {"gpt_3b": "gpt_3b", "gpt_7b": "gpt_7b", "dit_1b": "dit_1b", "llama3_8b": "gpt_8b_gqa"}
+# The models that train.py has a recipe for, of the same name.
+_RECIPES = ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b")
 _DEFAULT_FRACTION = 0.75
 """Share of a GPU's memory that jax takes by default."""
 _BYTES = 256
@@ -39,7 +40,10 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     from_folder = base_model.pretrained is not None
     words += ["python", "train.py", *(["--init-from"] if from_folder else []), shlex.quote(base)]
     flags: dict[str, Any] = _data_flags(model, base_model)
-    flags |= {} if model == base_model else _model_flags(model, base_model)
+    same = model == replace(base_model, name=model.name, lora_rank=model.lora_rank)
+    flags |= {} if same else _model_flags(model, base_model)
+    if model.lora_rank != base_model.lora_rank:
+        flags["lora.rank"] = model.lora_rank or None
     if from_folder:
         # The file may name another type, or none, which is float32.
         flags["model.dtype"] = _dtype(model)
@@ -51,7 +55,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     elif not model.from_run and call.seq_len != MODELS["dit_1b"].seq_len:
         flags["size"] = f"{call.seq_len // FRAME} 256 256"
     flags |= {"batch-size": call.batch}
-    flags |= {f"mesh.{role}": size for role, size in choice.degrees.items()}
+    flags |= {f"mesh.{role}": getattr(choice.degrees, role) for role in ROLES}
     if cluster.nodes > 1 or model.from_run:
         flags["mesh.order"] = " ".join(choice.order)
     flags["attention.inner"] = choice.inner
@@ -70,10 +74,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
 
 
 def _data_flags(model: ModelSizes, base: ModelSizes) -> dict[str, str]:
-    """Placeholders for the data of a new run: no such files exist, so that the run ends at once.
-
-    Without these flags it would train on what train.py has by default.
-    """
+    """Placeholders for the data of a new run: no such files exist, so that the run ends at once."""
     if model.from_run:
         return {}
     if model.kind == "dit":
@@ -98,10 +99,10 @@ def _base_of(model: ModelSizes) -> tuple[str, ModelSizes]:
         return model.name, find_model(model.name)
     if model.pretrained is not None:
         whole = find_model(model.pretrained)
-        if model == replace(whole, name=model.name):
-            return model.pretrained, model
-    if model.name in _RECIPES and MODELS[model.name] == model:
-        return _RECIPES[model.name], model
+        if model == replace(whole, name=model.name, lora_rank=model.lora_rank):
+            return model.pretrained, whole
+    if model.name in _RECIPES and MODELS[model.name] == replace(model, lora_rank=0):
+        return model.name, MODELS[model.name]
     base = "dit_1b" if model.kind == "dit" else "gpt_7b"
     return base, MODELS[base]
 
@@ -116,12 +117,7 @@ def remarks(call: Call, cluster: Cluster) -> list[str]:
     model, lines = call.model, []
     base, base_model = _base_of(model)
     if placeholders := _data_flags(model, base_model):
-        images = model.kind == "dit"
-        default = "scikit-learn's digits" if images else "the bytes of Python's standard library"
-        lines.append(
-            f"Replace {' and '.join(placeholders.values())}. Without these flags, train.py would "
-            f"train on {default}."
-        )
+        lines.append(f"Replace {' and '.join(placeholders.values())}.")
     if base_model.pretrained is not None:
         wanted = ("*.safetensors", "tokenizer.json")
         missing = [name for name in wanted if not any(Path(base).glob(name))]

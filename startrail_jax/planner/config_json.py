@@ -110,7 +110,8 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     if kind == "gpt":
         _known(model, name, ("kv_heads", "head_dim"))
         lora = settings.get("lora")
-        lora = lora if isinstance(lora, dict) else {}
+        lora = lora if isinstance(lora, dict) and lora.get("rank") else {}
+        base_dtype = lora.get("base_dtype") or model.get("dtype", "float32")
         return ModelSizes(
             **common,
             kv_heads=model["kv_heads"],
@@ -120,7 +121,9 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             qk_norm=bool(model.get("qk_norm")),
             tied_head=model.get("tied_head", False),
             windows=_windows_of_run(model, name),
-            adapters=lora.get("rank") is not None,
+            lora_rank=lora.get("rank", 0),
+            lora_targets=tuple(lora.get("targets", ("query", "value"))),
+            frozen_itemsize=4 if base_dtype == "float32" else 2,
             seq_len=settings.get("seq_len"),
         )
     _known(model, name, ("channels", "classes"))

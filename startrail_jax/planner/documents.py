@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from startrail_jax.devices.degrees import ROLES
 from startrail_jax.documents import DocumentCost, PartStream, PartSummary, summary
 from startrail_jax.errors import InputError
 from startrail_jax.planner.grid import all_settings
@@ -48,7 +49,8 @@ class DocumentForecast:
     def comparison(self) -> str:
         """A sentence on rows and whole documents, with the flags for the latter."""
         faster = self.tokens_per_second / self.rows_tokens_per_second
-        mesh = " ".join(f"--mesh.{x} {n}" for x, n in self.mesh.degrees.items() if n > 1)
+        degrees = vars(self.mesh.degrees)
+        mesh = " ".join(f"--mesh.{x} {degrees[x]}" for x in ROLES if degrees[x] > 1)
         flags, held = " ".join(["--data.batches documents", *filter(None, [mesh])]), self.held
         return (
             f"In rows, {self.rows_tokens_per_second:,.0f} tokens of documents in a second; "
@@ -186,7 +188,7 @@ def _on_mesh(
     found: Candidates, mesh: Prediction, lengths: np.ndarray, window: int, rows: float
 ) -> DocumentForecast:
     """What is predicted for whole documents on a mesh."""
-    call, data, tensor = found.call, mesh.degrees["data"], mesh.degrees["tensor"]
+    call, data, tensor = found.call, mesh.degrees.data, mesh.degrees.tensor
     devices = found.cluster.num_gpus // tensor
     longest = devices // data
     share, cost = call.padded(longest) // longest, call.model.document_cost
@@ -211,7 +213,7 @@ def _on_mesh(
         whole = replace(call, seq_len=c * share, batch=replicas, visible={replicas: visible})
         options = replace(
             found.options,
-            degrees=mesh.degrees if c == longest else {"data": replicas, "tensor": tensor},
+            degrees=vars(mesh.degrees) if c == longest else {"data": replicas, "tensor": tensor},
             zero=(mesh.savings.zero,),
             remat=(mesh.savings.remat,),
             offload=(mesh.savings.offload,),

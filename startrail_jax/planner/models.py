@@ -60,9 +60,12 @@ class ModelSizes:
     """Sequences in a batch, where no other number is given."""
     itemsize: int = 2
     """Bytes of an activation."""
-    adapters: bool = False
-    """Whether low-rank adapters are trained in place of the weights. The forecast does not use it:
-    it trains all weights, and says so."""
+    lora_rank: int = 0
+    """Rank of the low-rank adapters that are trained in place of all other weights; 0 for none."""
+    lora_targets: tuple[str, ...] = ("query", "value")
+    """Projections of every layer that have adapters: names of `projections`."""
+    frozen_itemsize: int = 2
+    """Bytes of a weight that is not trained, beside adapters."""
     average: bool = False
     """Whether a moving average of the weights is kept."""
     from_run: bool = False
@@ -107,6 +110,11 @@ class ModelSizes:
                 f"windows={self.windows}, qk_norm={self.qk_norm} {named}, a diffusion transformer. "
                 "Leave them out."
             )
+        if self.lora_rank and (self.kind != "gpt" or not is_size(self.lora_rank)):
+            raise InputError(
+                "--lora-rank must be a whole number of at least 1, and belongs to a GPT; got "
+                f"--lora-rank {self.lora_rank} {named}. Leave it out."
+            )
         if self.kind == "gpt" and self.head_dim % 2:
             raise InputError(
                 f"--head-dim must be even, for rotary positions; got --head-dim {self.head_dim} "
@@ -136,6 +144,25 @@ class ModelSizes:
         return projections + self.mlp_matrices * self.width * self.mlp_width
 
     @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the matrices of a layer of a GPT with a gate."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "query": (self.width, queries),
+            "key": (self.width, keys),
+            "value": (self.width, keys),
+            "out": (queries, self.width),
+            "gate": (self.width, self.mlp_width),
+            "up": (self.width, self.mlp_width),
+            "down": (self.mlp_width, self.width),
+        }
+
+    @property
+    def layer_adapters(self) -> int:
+        """Weights of the adapters of a layer."""
+        return self.lora_rank * sum(sum(self.projections[name]) for name in self.lora_targets)
+
+    @property
     def other_elements(self) -> int:
         """Weights outside of the layers."""
         if self.kind == "dit":
@@ -147,7 +174,8 @@ class ModelSizes:
     @property
     def elements(self) -> int:
         """All weights."""
-        return self.layers * self.layer_elements + self.other_elements
+        layer = self.layer_elements + self.layer_adapters
+        return self.layers * layer + self.other_elements
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step for each token, as `train.py` counts them for its MFU.
@@ -155,7 +183,8 @@ class ModelSizes:
         forward = 2 N + 4 Q H sum_l V_l / T, with N weights in matrix products, Q heads of H
         channels, T tokens, and V_l pairs of a query and a key that the mask of layer l shows. The
         backward pass has two matrix products for each one of the forward pass, so that a step
-        takes 3 * forward.
+        takes 3 * forward. With adapters, the N frozen weights have no gradients, so that they take
+        4 N in place of 6 N, and each weight of an adapter takes 6.
 
         As in PaLM, only matrix products count, and what remat recomputes does not. PaLM counts
         12 L Q H T for attention to all pairs of tokens; here only visible pairs count, under a
@@ -171,7 +200,9 @@ class ModelSizes:
         pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
         attention = 4 * self.heads * self.head_dim * pairs / seq_len
         head = (2 if self.takes_values else 1) * self.width * self.outputs
-        return 3.0 * (2 * (self.layers * self.layer_matrices + head) + attention)
+        matrices = self.layers * self.layer_matrices + head
+        passes = 2 if self.lora_rank else 3
+        return 2.0 * (passes * matrices + 3 * self.layers * self.layer_adapters) + 3.0 * attention
 
     @property
     def document_cost(self) -> DocumentCost:

@@ -42,6 +42,9 @@ from startrail_jax.planner.search import (
 )
 
 _NEAR = 1.02
+"""A setting that is so many times as slow as the fastest is taken if it needs less memory."""
+_EQUAL = 1.05
+"""Predictions do not tell settings apart whose seconds differ by so much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,15 @@ class Plan:
     illegal: dict[str, str]
     """Name of a known scheme -> the reason why none of its settings is legal here."""
     frugal: Prediction
-    """The setting with the least memory among those that are at most 2 % slower than the winner,
-    since predictions are not more exact than this."""
+    """The setting to take: that of the least memory among those which are predicted to be at most
+    2 % slower than the winner. It offloads only if the winner does."""
     reason: str | None
     """Two sentences on why the winner wins, and how its time is spent; None if nothing fits."""
     documents: DocumentForecast | None
     """The same for whole documents, each on few GPUs, if their lengths were given; None if not, or
     if no setting for them fits."""
+    alone: float | None
+    """Seconds of a step on one GPU of enough memory, if they are no more than the winner's."""
     num_settings: int
     """Settings of the degrees and of the order of the axes."""
     num_candidates: int
@@ -82,23 +87,31 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """The command that trains with the winner."""
+        """The command that trains with `frugal`."""
         return command_of(
-            self.winner,
+            self.frugal,
             self.call,
             self.cluster,
             memory_fraction=self.options.memory_fraction,
         )
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What the prediction leaves out."""
-        if not self.call.model.adapters:
-            return ()
-        return (
-            "The run trains adapters, and this forecast trains all weights: adapters need less "
-            "memory and fewer seconds,\nand another setting may be the fastest.",
-        )
+    def advice(self) -> list[str]:
+        """What a user must know who pastes the command: sentences."""
+        found = []
+        if self.alone is not None:
+            found.append(
+                "So many GPUs are of no use here: one with enough memory would take "
+                f"{show_seconds(self.alone)} a step. Give a larger --seq-len or --batch."
+            )
+        if self.frugal.memory_bytes < self.winner.memory_bytes:
+            slower = self.frugal.seconds / self.winner.seconds - 1
+            speed = f"{slower:.1%} slower" if slower else "as fast"
+            found.append(
+                f"The command takes less memory, {self.frugal.memory_bytes / GIB:.1f} GiB, and is "
+                f"predicted to be {speed}: {self.frugal.label}; {describe(self.frugal)}."
+            )
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as numbers, texts, lists and dicts, for JSON."""
@@ -119,21 +132,26 @@ class Plan:
             "illegal": self.illegal,
             "frugal": _as_dict(self.frugal),
             "reason": self.reason,
+            "alone": self.alone,
+            "advice": self.advice,
             "documents": asdict(self.documents) if self.documents else None,
-            "notes": self.notes,
             "command": self.command,
         }
 
+    def _is_equal(self, choice: Prediction) -> bool:
+        return choice.fits and choice.seconds <= _EQUAL * self.winner.seconds
+
     def __str__(self) -> str:
+        ranks = enumerate(self.ranked, 1)
         return "\n".join(
             [
                 *self._head(),
                 "",
                 f"{'':>4}{'s/step':>9}{'waits':>9}{'MFU':>7}{'GiB':>7}{'across':>9}{'inside':>9}"
                 "  scheme",
-                *(_line(f"{place}", x) for place, x in enumerate(self.ranked, 1)),
+                *(_line(f"{place}", x, equal=self._is_equal(x)) for place, x in ranks),
                 "  known schemes, each at its best, without tensor parallelism:",
-                *(_line("", x, name) for name, x in self.baselines.items()),
+                *(_line("", x, name, self._is_equal(x)) for name, x in self.baselines.items()),
                 *(f"{'':>4}{'no legal setting':<50}  {x}: {y}" for x, y in self.illegal.items()),
                 "",
                 *self._tail(),
@@ -156,7 +174,7 @@ class Plan:
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
         ]
-        return [*head, *self.notes]
+        return head
 
     def _tail(self) -> list[str]:
         if self.reason is None:
@@ -166,18 +184,12 @@ class Plan:
                 "nodes or a larger GPU, or leave out flags that restrict the search.",
             ]
         columns = (
-            "waits: seconds in which a GPU waits for messages. across, inside: bytes that the "
-            "attentions of a step send\nthrough the ports of a node, and between its GPUs. Times "
-            "and memory are predictions: see docs/planner.md."
+            "=: at most 5% slower than the first, which predictions do not tell apart. waits: "
+            "seconds in which a GPU waits for\nmessages. across, inside: bytes that the attentions "
+            "of a step send through the ports of a node, and between its GPUs.\nTimes and memory "
+            "are predictions: see docs/planner.md."
         )
-        lines = [self.reason]
-        if self.frugal.memory_bytes < self.winner.memory_bytes:
-            slower = self.frugal.seconds / self.winner.seconds - 1
-            speed = f"{slower:.1%} slower" if slower else "as fast"
-            lines.append(
-                f"With {self.frugal.memory_bytes / GIB:.1f} GiB and {speed}: "
-                f"{self.frugal.label}; {describe(self.frugal)}."
-            )
+        lines = [self.reason, *self.advice]
         if self.documents is not None:
             lines.append(self.documents.comparison)
         lines += ["", self.command, *remarks(self.call, self.cluster)]
@@ -236,6 +248,22 @@ def _why(candidates: Candidates, winner: Prediction) -> str:
     return f"{text}is {slower:.1%} slower: it {_WAITS[part].format(show_seconds(gaps[part]))}."
 
 
+def _alone(candidates: Candidates, winner: Prediction) -> float | None:
+    """Seconds of a step on one GPU, if several do not make it faster."""
+    cluster, options = candidates.cluster, candidates.options
+    if cluster.num_gpus == 1:
+        return None
+    gpu = replace(cluster.gpu, memory_bytes=1 << 60)
+    few: Any = dict(degrees={}, zero=(0,), offload=(False,), tiled=(False,), baselines=False)
+    one = Candidates(
+        replace(cluster, nodes=1, gpus_per_node=1, ports=1, gpu=gpu),
+        candidates.call,
+        replace(options, **few),
+    )
+    seconds = float(one.seconds.min())
+    return seconds if seconds <= winner.seconds else None
+
+
 _SEVERAL = "several GPUs for a sequence"
 _NEEDS = {
     "Ring Attention": _SEVERAL,
@@ -259,12 +287,13 @@ def _short(seconds: float) -> str:
     return f"{seconds:.4g}" if seconds >= 0.01 else f"{seconds:.2e}"
 
 
-def _line(place: str, choice: Prediction, name: str | None = None) -> str:
+def _line(place: str, choice: Prediction, name: str | None = None, equal: bool = False) -> str:
     known = choice.scheme if name is None else name
     misfit = "" if choice.fits else "  DOES NOT FIT"
     sent = f"{show_bytes(choice.across_bytes):>9}{show_bytes(choice.inside_bytes):>9}"
+    seconds = f"{'=' if equal else ' '}{_short(choice.seconds):>9}{choice.exposed_seconds:>9.3g}"
     return (
-        f"{place:>4}{_short(choice.seconds):>9}{choice.exposed_seconds:>9.3g}{choice.mfu:>7.1%}"
+        f"{place:>3}{seconds}{choice.mfu:>7.1%}"
         f"{choice.memory_bytes / GIB:>7.1f}{sent}  {known}: {choice.label}; "
         f"{describe(choice)}{misfit}"
     )
@@ -389,7 +418,9 @@ def plan_of(
     }
     fits = ranked[0].fits
     whole = None if pieces is None else forecast(found, pieces)
-    near = np.flatnonzero(ours & found.fits & (found.seconds <= _NEAR * ranked[0].seconds))
+    offloads = np.array([savings.offload for _, savings in found.kinds])[found.kind]
+    near = ours & found.fits & (found.seconds <= _NEAR * ranked[0].seconds)
+    near = np.flatnonzero(near & (~offloads | ranked[0].savings.offload))
     frugal = found.prediction(near[found.memory[near].argmin()]) if fits else ranked[0]
     return Plan(
         cluster=cluster,
@@ -401,6 +432,7 @@ def plan_of(
         frugal=frugal,
         reason=_reason(found, ranked[0]) if fits else None,
         documents=whole,
+        alone=_alone(found, ranked[0]),
         num_settings=len(found.settings),
         num_candidates=len(found.seconds),
         num_fitting=int(np.count_nonzero(found.fits)),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from startrail_jax.devices.degrees import ROLES
+from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.options import GradientDtype, Options
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings, number_of
@@ -95,8 +95,8 @@ class Prediction:
 
     scheme: str
     """Name of the scheme."""
-    degrees: dict[str, int]
-    """The six degrees by their names."""
+    degrees: Degrees
+    """Its degrees."""
     order: tuple[str, ...]
     """Order of the mesh axes over the nodes, slowest first."""
     inner: int
@@ -139,15 +139,16 @@ class Prediction:
     @property
     def label(self) -> str:
         """The degrees above 1, in a few characters."""
-        named = [f"{role} {size}" for role, size in self.degrees.items() if size > 1]
+        sizes = ((role, getattr(self.degrees, role)) for role in ROLES)
+        named = [f"{role} {size}" for role, size in sizes if size > 1]
         if self.inner > 1:
             named.append(f"inner {self.inner}")
         return ", ".join(named) or "one GPU"
 
 
-def scheme_of(degrees: Mapping[str, int]) -> str:
+def scheme_of(degrees: Degrees) -> str:
     """The name by which a setting of the degrees is known."""
-    group, ring, team, head = (degrees[role] for role in ("group", "ring", "team", "head"))
+    group, ring, team, head = degrees.group, degrees.ring, degrees.team, degrees.head
     ulysses = " x Ulysses" if head > 1 else ""
     if group * ring * team == 1:
         return "Ulysses" if head > 1 else "no sequence parallelism"
@@ -268,10 +269,9 @@ class Candidates:
         if not len(order):
             rest = np.flatnonzero(mask)
             return [self.prediction(rest[self.memory[rest].argmin()])] if len(rest) else []
-        chosen: dict[tuple[Any, ...], Prediction] = {}
+        chosen: dict[tuple[Degrees, bool], Prediction] = {}
         for index in order:
-            degrees, published = self.degrees(index)
-            key = (*degrees.values(), published)
+            key = self.degrees(index)
             if key not in chosen:
                 chosen[key] = self.prediction(index)
             if len(chosen) == count:
@@ -291,10 +291,10 @@ class Candidates:
         """The savings of a candidate."""
         return self.kinds[self.kind[index]][1]
 
-    def degrees(self, index: Any) -> tuple[dict[str, int], bool]:
+    def degrees(self, index: Any) -> tuple[Degrees, bool]:
         """The degrees of a candidate, and whether it is StarTrail as in its paper."""
         settings, row = self.kinds[self.kind[index]][0].settings, self.row[index]
-        degrees = {role: int(vars(settings)[role][row]) for role in ROLES}
+        degrees = Degrees(**{role: int(vars(settings)[role][row]) for role in ROLES})
         return degrees, bool(settings.published[row])
 
     def prediction(self, index: Any) -> Prediction:

@@ -91,9 +91,17 @@ class Step:
         matrices = (model.layer_matrices - keys) // settings.tensor
         matrices = matrices + np.where(few_keys, keys, keys // settings.tensor)
         self.layer_elements = matrices + model.layer_elements - model.layer_matrices
+        self.layer_elements = self.layer_elements + model.layer_adapters
         """Weights of a layer on a device, when ZeRO has gathered them."""
         self.whole_elements = model.layers * self.layer_elements + model.other_elements
         """All weights, likewise."""
+        self.layer_trained = self.layer_elements
+        if model.lora_rank:
+            self.layer_trained = np.full_like(self.layer_elements, model.layer_adapters)
+        """Weights of a layer that have gradients, and the same outside of the layers."""
+        self.other_trained = 0 if model.lora_rank else model.other_elements
+        self.trained = model.layers * self.layer_trained + self.other_trained
+        """All weights that have gradients."""
 
     def take(self, row: Any) -> Step:
         """The same step in one of its settings."""
@@ -110,19 +118,21 @@ class Step:
         if savings.remat not in ("none", "full"):
             waits = waits + self.timing.exchanges_again_seconds[savings.offload][self._rows]
         layer = self._products(model.layer_matrices)
+        adapters = self._products(model.layer_adapters)
+        passes = 2 if model.lora_rank else 3
         # What is recomputed of a layer stops before the last product of the MLP.
         matrix = model.width * model.mlp_width
         of_mlp = (model.mlp_matrices - 1) * matrix * (savings.remat in REPEATS_MLP)
         of_rest = model.layer_matrices - model.mlp_matrices * matrix
         again = self._products(of_mlp + of_rest * (savings.remat in REPEATS_PROJECTIONS))
-        head = 3 * self._products(model.outputs * model.width)
+        head = passes * self._products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
         # inputs.
         sums = 4 + (savings.remat in REPEATS_PROJECTIONS)
-        shard = self.whole_elements / (self.settings.replicas if savings.zero else 1)
+        shard = self.trained / (self.settings.replicas if savings.zero else 1)
         return {
             "attention": compute,
-            "products": layers * 3 * layer + head,
+            "products": layers * (passes * layer + 3 * adapters) + head,
             "other kernels": self._between,
             "recomputation": layers * again + repeats * forward.compute,
             "optimizer": _ADAM_BYTES * shard / self.cluster.gpu.memory_rate,
@@ -142,16 +152,16 @@ class Step:
         """
         layers = self.call.model.layers
         if level == 0:
-            return self._summed(self.whole_elements, whole=True).seconds
+            return self._summed(self.trained, whole=True).seconds
         if level == 1:
             gather = self._gathered(self.whole_elements).seconds
-            return gather + self._summed(self.whole_elements, whole=False).seconds
+            return gather + self._summed(self.trained, whole=False).seconds
         other = self.call.model.other_elements
         hides = self.cluster.overlaps
         gather = self._gathered(self.layer_elements).seconds
-        scatter = self._summed(self.layer_elements, whole=False).seconds
+        scatter = self._summed(self.layer_trained, whole=False).seconds
         backward = again + forward
-        outside = self._summed(other, whole=False).seconds
+        outside = self._summed(self.other_trained, whole=False).seconds
         if level == 2:
             once = self._gathered(self.whole_elements).seconds
             return once + outside + layers * np.maximum(scatter - hides * backward, 0)
@@ -213,9 +223,11 @@ class Step:
         """The sizes on which the memory of the step depends."""
         model, settings, tokens = self.call.model, self.settings, self.tokens
         shards = settings.replicas if savings.zero else 1
-        sharded = self.whole_elements // shards
+        trained = self.trained // shards
+        frozen = self.whole_elements - self.trained
         loops = loops_of(self.call.model.layer_windows)
         stacked = model.layers * self.layer_elements // shards
+        itemsize = model.frozen_itemsize if model.lora_rank else _FLOAT32
         return StepSizes(
             model=model,
             degrees=settings,
@@ -226,20 +238,23 @@ class Step:
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,
             tokens=tokens,
-            weight_bytes=_FLOAT32 * sharded,
-            optimizer_bytes=2 * _FLOAT32 * sharded,
-            average_bytes=_FLOAT32 * sharded * model.average,
+            weight_bytes=_FLOAT32 * trained,
+            optimizer_bytes=2 * _FLOAT32 * trained,
+            average_bytes=_FLOAT32 * trained * model.average,
+            frozen_bytes=itemsize * (frozen // shards),
             batch_bytes=tokens * _batch_bytes(self.call),
-            shard_elements=sharded,
+            shard_elements=trained,
             whole_elements=self.whole_elements,
             layer_elements=self.layer_elements,
             moved_elements=_moved_elements(self.call, settings),
+            frozen_elements=frozen,
+            frozen_layer_elements=self.layer_elements - self.layer_trained,
             in_rings=self._in_rings,
             sparse_keys=self._sparse_keys * (self.call.batch // settings.data),
             has_sparse=self._has_sparse,
             period=max(period for period, _ in loops),
             loops=len(loops),
-            stacked_bytes=_FLOAT32 * stacked,
+            stacked_bytes=itemsize * stacked,
             vocabularies=_vocabularies(self.call),
         )
 
@@ -269,7 +284,7 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:
     """The large weights outside of the layers."""
     model = call.model
-    if model.takes_values or model.outputs <= model.width:
+    if model.takes_values or model.outputs <= model.width or model.lora_rank:
         return {}
     size = model.outputs * model.width
     if model.tied_head:

@@ -307,11 +307,11 @@ def test_without_our_compiler_options_hops_are_exposed():
 @pytest.mark.slow
 @needs_gpu_compiler
 def test_benchmark_prints_the_hops_of_a_layer_and_what_is_beneath(capsys):
-    recipe = "gpt_8b_gqa --model.layers 1 --target h200 --devices 8 --seq-len 65536 --details"
+    recipe = "llama3_8b --model.layers 1 --target h200 --devices 8 --seq-len 65536 --details"
     mesh = "--mesh.group 2 --mesh.ring 2 --mesh.team 2 --zero 0 --remat none --tile None"
     benchmark.main([*recipe.split(), *mesh.split()])
     title, *rest = capsys.readouterr().out.splitlines()
-    assert title == "gpt_8b_gqa, 65536 tokens, 8 x h200: group 2, ring 2, team 2; remat none"
+    assert title == "llama3_8b, 65536 tokens, 8 x h200: group 2, ring 2, team 2; remat none"
     for kind in ("attention", "matrices", "other kernels", "exposed link", "recomputed:"):
         assert any(line.startswith(kind) for line in rest)
     assert any(line.startswith("2 of 3 ring hops are overlapped") for line in rest)

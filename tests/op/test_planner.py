@@ -350,7 +350,9 @@ def test_frugal_setting_is_nearly_as_fast():
     assert found.frugal.fits
     assert found.winner.seconds <= found.frugal.seconds <= 1.02 * found.winner.seconds
     assert found.frugal.memory_bytes < found.winner.memory_bytes
-    assert f"With {found.frugal.memory_bytes / 2**30:.1f} GiB" in str(found)
+    assert not found.frugal.savings.offload
+    lines = f"The command takes less memory, {found.frugal.memory_bytes / 2**30:.1f} GiB, and is"
+    assert lines in str(found)
 
 
 def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
@@ -364,9 +366,9 @@ def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
     assert both.winner.seconds == offloads.winner.seconds
     assert not both.winner.savings.offload
     assert " --no-offload " in both.command
-    assert both.frugal.savings.offload
-    assert both.winner.memory_bytes > both.frugal.memory_bytes
-    assert f"With {both.frugal.memory_bytes / 2**30:.1f} GiB and as fast: " in str(both)
+    assert not both.frugal.savings.offload
+    assert offloads.frugal.savings.offload
+    assert both.winner.memory_bytes >= both.frugal.memory_bytes > offloads.frugal.memory_bytes
     for choice in (*both.ranked, *both.baselines.values()):
         assert choice.parts["offload waits"] or not choice.savings.offload
 
@@ -867,3 +869,27 @@ def test_ports_are_told_apart_by_what_several_messages_take(ports, half_duplex):
 
     found = _ports(SimpleNamespace(speed=speed), 4)
     assert found == (LinkSpeed(latency=1e-5, rate=1e9), ports, half_duplex)
+
+
+def test_gpus_that_make_no_step_faster_are_said_to_be_of_no_use():
+    typed = dict(nodes=1, gpu="h100", model="llama3_8b", options=Search(baselines=False))
+    found = st.plan(**typed, gpus_per_node=7, seq_len=100)
+    (alone,) = (st.plan(**typed, gpus_per_node=1, seq_len=100).ranked,)
+    assert found.alone <= found.winner.seconds
+    assert "So many GPUs are of no use here: one with enough memory would take" in str(found)
+    assert alone[0].seconds >= found.alone
+    assert st.plan(**typed, gpus_per_node=7, seq_len="64K").alone is None
+
+
+def test_settings_that_predictions_do_not_tell_apart_are_marked():
+    found = st.plan(
+        nodes=8, gpus_per_node=8, gpu="h100", port="100Gb/s", ports=1, model="llama3_8b",
+        seq_len="1M", options=Search(degrees=dict(data=1, tensor=1)),
+    )  # fmt: skip
+    rows = re.findall(r"^ +(\d+)([= ]) +([\d.]+) ", str(found), re.MULTILINE)
+    assert len(rows) == 8
+    limit = 1.05 * found.winner.seconds
+    for (_, mark, _), choice in zip(rows, found.ranked, strict=True):
+        assert (mark == "=") == (choice.seconds <= limit)
+    assert " =    48" in str(found)
+    assert isinstance(found.winner.degrees, st.Degrees)

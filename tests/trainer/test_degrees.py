@@ -7,7 +7,7 @@ import pytest
 
 import startrail_jax as st
 from benchmarks.compiled import run as benchmark
-from configs.gpt import gpt_7b, gpt_8b_gqa, gpt_tiny
+from configs.gpt import gpt_7b, gpt_tiny, llama3_8b
 from programs import make_config, make_program
 from refusals import refused
 from startrail_jax.analysis.settings import all_degrees
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.quick
 
 TINY = gpt_tiny().attention_call
 GPT = gpt_7b().attention_call
-GQA = gpt_8b_gqa().attention_call
+GQA = llama3_8b().attention_call
 
 
 def degrees_of(num_devices, *, call=TINY, nodes=None, **mesh):
@@ -209,13 +209,13 @@ def test_log_says_which_axes_cross_nodes():
 
 def test_benchmark_takes_the_mesh_of_fewest_bytes_and_refuses_what_train_refuses(capsys):
     def arithmetic(*flags):
-        benchmark.main(["gpt_8b_gqa", "--arithmetic", *flags])
+        benchmark.main(["llama3_8b", "--arithmetic", *flags])
         title, _, row = capsys.readouterr().out.splitlines()
         return title, row
 
     title, row = arithmetic("--devices", "16")
     named = ", ".join(
-        f"{role} {n}" for role, n in degrees_of(16, call=GQA, **gpt_8b_gqa().mesh.degrees).items()
+        f"{role} {n}" for role, n in degrees_of(16, call=GQA, **llama3_8b().mesh.degrees).items()
     )
     assert f" 16 x h200: {named}; remat " in title
     *_, peak, formula = row.split()

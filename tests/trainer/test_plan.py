@@ -46,8 +46,8 @@ from trainer.tasks import TASKS
 
 CLUSTER = "--nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s"
 TABLE = {
-    **{name: name for name in ("gpt_3b", "gpt_7b", "dit_1b")},
-    **{"llama3_8b": "gpt_8b_gqa", "qwen3_8b": "qwen3_8b_1m"},
+    **{name: name for name in ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b")},
+    **{"qwen3_8b": "qwen3_8b_1m"},
 }
 QWEN = {
     **{"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -96,7 +96,7 @@ def test_flags_of_whole_documents_give_their_mesh(tmp_path):
     flags = re.search(r"--data\.batches [^)]*", found.comparison)[0]
     config = trained(f"python train.py {flags}")
     degrees = choose_degrees(config.mesh, 16, config.attention_call)
-    assert vars(degrees) == found.mesh.degrees
+    assert degrees == found.mesh.degrees
 
 
 def test_schemes_on_one_gpu_need_several(capsys):
@@ -239,15 +239,15 @@ def test_pasted_commands_give_the_setting_and_pass_the_checks_of_a_step(
     )  # transformers gives Gemma an unknown one.
     tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
     _, plan = asked(f"{cluster} {FEW} {model_of(kind, tmp_path)} {more}", capsys)
-    winner, nodes = plan["ranked"][0], plan["cluster"]["nodes"]
+    choice, nodes = plan["frugal"], plan["cluster"]["nodes"]
     config = checked(plan["command"], nodes * plan["cluster"]["gpus_per_node"])
-    assert config.mesh.degrees == winner["degrees"]
-    assert config.mesh.order == tuple(winner["order"])
+    assert config.mesh.degrees == choice["degrees"]
+    assert config.mesh.order == tuple(choice["order"])
     savings = {name: getattr(config, name) for name in ("zero", "remat", "offload")}
-    assert savings == {name: winner["savings"][name] for name in savings}
-    assert config.tile == winner["tile"]
-    assert config.attention.inner == winner["inner"]
-    assert config.attention.gradient_dtype == winner["gradient_dtype"]
+    assert savings == {name: choice["savings"][name] for name in savings}
+    assert config.tile == choice["tile"]
+    assert config.attention.inner == choice["inner"]
+    assert config.attention.gradient_dtype == choice["gradient_dtype"]
     assert config.batch_size == plan["batch"]
     assert (config.num_tokens, config.kind) == (plan["seq_len"], plan["model"]["kind"])
     for name in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
@@ -269,8 +269,8 @@ def test_models_of_python_give_commands_with_their_sizes():
     config = checked(found.command, 4).model
     assert (config.layers, config.mlp_width, config.kv_heads) == (2, 512, model.kv_heads)
     assert "train.py gpt_7b " in found.command
-    choice = dataclasses.replace(found.winner, memory_bytes=70 * 2**30)
-    full = dataclasses.replace(found, ranked=(choice,))
+    choice = dataclasses.replace(found.frugal, memory_bytes=70 * 2**30)
+    full = dataclasses.replace(found, frugal=choice)
     assert full.command.startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.85 python")
     odd = dataclasses.replace(MODELS["dit_1b"], kv_heads=12)
     with refused(InputError, kv_heads=12):
@@ -357,12 +357,22 @@ def test_windows_of_pretrained_models_are_those_of_the_program(kind, tmp_path):
     assert compared >= (1 if kind == "llama" else 3)
 
 
-def test_a_plan_of_adapters_says_that_it_is_one_of_all_weights(tmp_path, capsys):
-    config = dataclasses.replace(RECIPES["gpt_tiny"](), lora=LoraConfig(rank=8))
+def test_adapters_of_a_run_and_of_a_flag_are_planned(tmp_path, capsys):
+    lora = LoraConfig(rank=8, targets=("query", "down"), base_dtype="float32")
+    config = dataclasses.replace(RECIPES["gpt_tiny"](), lora=lora)
     save_config(config, tmp_path / "config.json")
-    arguments = f"--nodes 1 --gpus-per-node 2 --gpu h100 --model {tmp_path} {FEW}"
-    assert main(shlex.split(arguments)) == 0
-    assert "The run trains adapters, and this forecast trains all w" in capsys.readouterr().out
+    model = find_model(str(tmp_path))
+    assert (model.lora_rank, model.lora_targets, model.frozen_itemsize) == (8, lora.targets, 4)
+    few = f"--nodes 1 --gpus-per-node 2 --gpu h100 {FEW}"
+    _, told = asked(f"{few} --model {tmp_path}", capsys)
+    assert trained(told["command"]).lora == lora
+    _, told = asked(f"{few} --model {tmp_path} --lora-rank 4", capsys)
+    assert trained(told["command"]).lora == dataclasses.replace(lora, rank=4)
+    _, told = asked(f"{few} --model llama3_8b --seq-len 8K --lora-rank 4", capsys)
+    config = trained(told["command"])
+    assert (config.lora, config.model) == (LoraConfig(rank=4), RECIPES["llama3_8b"]().model)
+    with refused(InputError, "--lora-rank", "dit_1b"):
+        dataclasses.replace(MODELS["dit_1b"], lora_rank=4)
 
 
 def test_hugging_face_configs_of_other_shapes(tmp_path):
@@ -403,7 +413,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     assert config.init_from == tmp_path
     assert "--data.tokenizer" not in found.command
     assert config.model == dataclasses.replace(told, dtype="bfloat16")
-    assert config.mesh.degrees == found.winner.degrees
+    assert config.mesh.degrees == vars(found.frugal.degrees)
     for name in ("head_dim", "tied_head", "qk_norm"):
         assert getattr(model, name) == getattr(told, name)
     if kind == "llama":
@@ -427,6 +437,7 @@ def test_planner_knows_the_pretrained_models_of_the_program():
     [
         ("gpt_7b", "h200"),
         ("dit_1b", "a100_40"),
+        (dataclasses.replace(MODELS["llama3_8b"], lora_rank=16), "h100"),
         (dataclasses.replace(MODELS["gpt_7b"], layers=14, windows=(1024, 1024, None)), "h200"),
     ],
 )
@@ -435,15 +446,15 @@ def test_memory_is_that_of_the_program(name, gpu):
     """The planner knows no arrays, and is within 2 % of what train.py counts from their shapes."""
     few = Search(zero=(2, 3), remat=("none", "attention_saved"), baselines=False)
     found = st.plan(
-        nodes=4, gpus_per_node=8, gpu=gpu, port="25GB/s", model=name, top=1, options=few
-    )
+        nodes=4, gpus_per_node=8, gpu=gpu, port="25GB/s", model=name, top=1, options=few,
+        seq_len="512K",
+    )  # fmt: skip
     config = trained(found.command)
     objective = TASKS[config.kind].make_objective(config)
-    degrees = st.Degrees(**found.winner.degrees)
     # This also raises what the first step would raise.
-    exact = footprint(config, objective, degrees)
-    assert found.winner.memory_bytes == pytest.approx(exact.device_bytes, rel=0.02)
-    assert found.winner.host_bytes == exact.host_bytes
+    exact = footprint(config, objective, found.frugal.degrees)
+    assert found.frugal.memory_bytes == pytest.approx(exact.device_bytes, rel=0.02)
+    assert found.frugal.host_bytes == exact.host_bytes
 
 
 @pytest.mark.slow

@@ -256,7 +256,7 @@ def test_run_on_other_data_is_refused(trained, tmp_path):
         ("--zero 4", r"invalid choice '4' for argument '--zero'. Expected one of \('0', '1', "),
         ("--steps many", r"Error parsing --steps: .*'many'"),
         ("--steps 0", r"steps must be at least 1; got steps=0"),
-        ("gpt_tny --steps 3", r"got 'gpt_tny'. Did you mean gpt_tiny\? Recipes: .*gpt_8b_gqa"),
+        ("gpt_tny --steps 3", r"got 'gpt_tny'. Did you mean gpt_tiny\? Recipes: .*llama3_8b"),
         ("runs/none/config.json", r"a recipe or a config.json; got 'runs/none/config.json'. Rec"),
     ],
 )

@@ -33,11 +33,10 @@ class NextToken(Objective):
     def __init__(self, config: GPTTrainConfig) -> None:
         self._config = config
         self.head = "embedding" if config.model.tied_head else "head"
-        self.flops_per_token = gpt_flops_per_token(self.sizes, config)
+        self.flops_per_token = self.sizes.flops_per_token(config.seq_len)
 
     def flops_at(self, length: int) -> float:
-        config = dataclasses.replace(self._config, seq_len=length, sample_length=0)
-        return gpt_flops_per_token(self.sizes, config)
+        return self.sizes.flops_per_token(length)
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
@@ -121,35 +120,3 @@ def _ropes(config: GPTConfig) -> tuple[Rope | None, ...]:
         return Rope(head_dim=config.head_dim, base=base, **scaling if stretched else {})
 
     return tuple(map(rope, config.layer_bases, config.layer_windows))
-
-
-def gpt_flops_per_token(model: ModelSizes, config: GPTTrainConfig) -> float:
-    """FLOPs of a training step for each token, of all devices together.
-
-    They are those of `ModelSizes.flops_per_token`, 6 for each of N weights beside attention. With
-    adapters, no gradients of the N frozen weights are computed: a step takes 4 N in place of 6 N,
-    and 6 for each weight of an adapter. The pairs that boundaries between packed documents hide are
-    counted nevertheless.
-    """
-    lora, flops = config.lora, model.flops_per_token(config.seq_len)
-    if lora.rank is None:
-        return flops
-    frozen = model.layers * model.layer_matrices + model.width * model.outputs
-    sizes = projection_sizes(config.model)
-    adapters = model.layers * lora.rank * sum(sum(sizes[name]) for name in lora.targets)
-    return flops - 2.0 * frozen + 6.0 * adapters
-
-
-def projection_sizes(config: GPTConfig) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of every projection of a layer."""
-    width, queries = config.width, config.heads * config.head_dim
-    keys, hidden = config.kv_heads * config.head_dim, config.mlp_width
-    return {
-        "query": (width, queries),
-        "key": (width, keys),
-        "value": (width, keys),
-        "out": (queries, width),
-        "gate": (width, hidden),
-        "up": (width, hidden),
-        "down": (hidden, width),
-    }

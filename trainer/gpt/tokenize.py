@@ -2,7 +2,7 @@
 
     python -m trainer.gpt.tokenize books/ tokens/books --tokenizer tokenizer.json
     python -m trainer.gpt.tokenize articles.jsonl.gz tokens/articles --tokenizer tokenizer.json
-    python train.py gpt_8b_gqa --data.path tokens/books        # with the flags that are printed
+    python train.py llama3_8b --data.path tokens/books        # with the flags that are printed
 
 IN is what `--data.path` of train.py takes as text: a file (*.txt, *.jsonl, either also as *.gz), or
 a folder of such files, or the URL of one in a store. OUT is a new folder with the tokens to train

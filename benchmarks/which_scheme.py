@@ -1,0 +1,146 @@
+"""How close simple rules come to the fastest setting, by the planner, over many clusters.
+
+    python benchmarks/which_scheme.py                                # the table of docs/planner.md
+    python benchmarks/which_scheme.py --gpu b200 --gpus-per-node 4   # the same on other clusters
+
+All GPUs share one sequence. Every degree of head, team, ring and group, double ring, order of the
+axes, ZeRO, remat, offload and tile is timed, and a rule counts with the best of the rest of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from startrail_jax.devices.degrees import Degrees
+from startrail_jax.planner.grid import Call
+from startrail_jax.planner.hardware import Cluster, find_gpu
+from startrail_jax.planner.models import MODELS, ModelSizes
+from startrail_jax.planner.search import Candidates, Search
+
+# Qwen3 0.6B and Gemma 2B: the config.json of Qwen/Qwen3-0.6B and google/gemma-2b.
+_SMALL = (
+    ModelSizes(
+        name="qwen3_0.6b", width=1024, layers=28, heads=16, kv_heads=8, head_dim=128,
+        mlp_width=3072, outputs=151_936, qk_norm=True, tied_head=True,
+    ),
+    ModelSizes(
+        name="gemma_2b", width=2048, layers=18, heads=8, kv_heads=1, head_dim=256,
+        mlp_width=16_384, outputs=256_128, tied_head=True,
+    ),
+)  # fmt: skip
+_MODELS = (*(MODELS[name] for name in ("gpt_7b", "llama3_8b", "llama3_70b")), *_SMALL)
+_TOKENS = (2**16, 2**18, 2**20)
+_GPUS = (64, 128, 256)
+_GIGABITS = (25, 100, 400)
+NEAR = 1.05
+"""A rule is close to the fastest setting if it is at most so many times as slow."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster."""
+
+    model: ModelSizes
+    tokens: int
+    cluster: Cluster
+    seconds: dict[Degrees, float]
+    """The fastest step of each setting of the degrees that fits the memory."""
+
+    @property
+    def best(self) -> float:
+        """Seconds of the fastest step."""
+        return min(self.seconds.values())
+
+    def slowness(self, rule: Callable[[Case], Degrees]) -> float:
+        """How many times as slow as the fastest step that of a rule is; inf if it is not legal."""
+        return self.seconds.get(rule(self), math.inf) / self.best
+
+
+def rule(case: Case) -> Degrees:
+    """The rule of docs/planner.md, "The rule"."""
+    gpus, model, cluster = case.cluster.num_gpus, case.model, case.cluster
+    head = math.gcd(gpus, model.kv_heads)
+    if cluster.ports == cluster.gpus_per_node and cluster.port_rate >= 400e9 / 8:
+        head = max(head, math.gcd(cluster.gpus_per_node, model.heads))
+    rest = gpus // head
+    if rest < 32:
+        return Degrees(head=head, ring=rest)
+    if rest < 128:
+        return Degrees(head=head, team=2, ring=rest // 2)
+    return Degrees.startrail(gpus, c=2, head=head)
+
+
+RULES: dict[str, Callable[[Case], Degrees]] = {
+    "the rule": rule,
+    "`head` as many as key heads, `ring` for the rest": lambda case: Degrees.loongtrain(
+        case.cluster.num_gpus, head=math.gcd(case.cluster.num_gpus, case.model.kv_heads)
+    ),
+    "StarTrail, C = 4": lambda case: Degrees.startrail(case.cluster.num_gpus, c=4),
+    "Ring Attention": lambda case: Degrees.ring_attention(case.cluster.num_gpus),
+    "all-gather": lambda case: Degrees.all_gather(case.cluster.num_gpus),
+}
+
+
+def cases(gpu: str, gpus_per_node: int) -> Iterator[Case]:
+    """All cases: ports of a node are one, or one for each GPU."""
+    for model, tokens, gpus, gigabits, ports in itertools.product(
+        _MODELS, _TOKENS, _GPUS, _GIGABITS, (1, gpus_per_node)
+    ):
+        cluster = Cluster(
+            nodes=gpus // gpus_per_node,
+            gpus_per_node=gpus_per_node,
+            gpu=find_gpu(gpu),
+            port_rate=gigabits * 1e9 / 8,
+            ports=ports,
+        )
+        options = Search(degrees=dict(data=1, tensor=1), baselines=False)
+        found = Candidates(cluster, Call(model=model, seq_len=tokens, batch=1), options)
+        seconds: dict[Degrees, float] = {}
+        for index in np.flatnonzero(found.fits):
+            degrees, _ = found.degrees(index)
+            second = float(found.seconds[index])
+            seconds[degrees] = min(second, seconds.get(degrees, math.inf))
+        if seconds:
+            yield Case(model, tokens, cluster, seconds)
+
+
+def table(found: list[Case]) -> list[str]:
+    """A row for each rule, in Markdown, and sentences."""
+    lines = ["| choice | within 5 % of the fastest | median | worst |", "|---|---|---|---|"]
+    for name, choose in RULES.items():
+        slow = [case.slowness(choose) for case in found]
+        near = sum(x <= NEAR for x in slow) / len(slow)
+        lines.append(f"| {name} | {near:.0%} | {statistics.median(slow):.2f} | {max(slow):.2f} |")
+    gains = [
+        min(x for degrees, x in case.seconds.items() if degrees.team == 1) / case.best
+        for case in found
+    ]
+    over_ring = sum(case.slowness(RULES["Ring Attention"]) >= 1.2 for case in found)
+    return [
+        *lines,
+        "",
+        f"{len(found)} cases. The fastest setting is at least 1.2 times as fast as Ring Attention "
+        f"in {over_ring}. The best setting with teams is at least 5 % faster than the best without "
+        f"in {sum(x >= 1.05 for x in gains)}, 10 % in {sum(x >= 1.1 for x in gains)}, and at most "
+        f"{max(gains):.2f} times as fast.",
+    ]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpu", default="h100", help="name of a GPU; default: h100")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="default: 8")
+    args = parser.parse_args()
+    print("\n".join(table(list(cases(args.gpu, args.gpus_per_node)))))
+
+
+if __name__ == "__main__":
+    main()

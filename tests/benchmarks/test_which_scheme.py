@@ -1,0 +1,39 @@
+"""The rule of docs/planner.md for choosing a scheme, against the planner's best setting."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import which_scheme
+from benchmarks.which_scheme import NEAR, RULES, cases, rule, table
+from startrail_jax.devices.degrees import Degrees
+
+PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+
+
+@pytest.mark.slow
+def test_rule_is_close_to_the_fastest_setting_and_the_page_says_so():
+    found = list(cases("h100", 8))
+    assert len(found) == 270
+    assert sum(case.slowness(rule) <= NEAR for case in found) >= 0.95 * len(found)
+    page = " ".join(PAGE.read_text().split())
+    for line in table(found):
+        assert line in page
+
+
+def test_rule_takes_heads_first_then_rings_then_teams(monkeypatch):
+    monkeypatch.setattr(which_scheme, "_TOKENS", (2**18,))
+    monkeypatch.setattr(which_scheme, "_GPUS", (64, 256))
+    monkeypatch.setattr(which_scheme, "_GIGABITS", (100, 400))
+    monkeypatch.setattr(which_scheme, "_MODELS", which_scheme._MODELS[1::3])  # 8 and 1 key heads.
+    chosen = {
+        (x.model.kv_heads, x.cluster.num_gpus, x.cluster.ports, x.cluster.port_rate): rule(x)
+        for x in cases("h100", 8)
+    }
+    slow, fast = 100e9 / 8, 400e9 / 8
+    assert chosen[8, 64, 1, slow] == Degrees(head=8, ring=8)
+    assert chosen[8, 256, 1, fast] == Degrees(head=8, team=2, ring=16)
+    assert chosen[1, 64, 8, slow] == Degrees(team=2, ring=32)
+    assert chosen[1, 64, 8, fast] == Degrees(head=8, ring=8)
+    assert chosen[1, 256, 1, slow] == Degrees.startrail(256, c=2)
+    assert len(RULES) == 5
