@@ -13,14 +13,16 @@ from unittest import mock
 
 import jax
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from models.hooks import Hooks
+from startrail_jax.devices.degrees import ROLES
 from trainer.config import OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
-from trainer.parallel.checks import make_attention
-from trainer.parallel.partition import path_name
+from trainer.parallel.checks import check_step, make_attention
+from trainer.parallel.partition import Partition, path_name
 from trainer.parallel.step import Program
 from trainer.run import metrics
 from trainer.session import Session
@@ -173,3 +175,11 @@ def interrupt_after(monkeypatch, step):
         advance(self, at, measured)
 
     monkeypatch.setattr(metrics.Reporter, "advance", signalling)
+
+
+def check_first_step(config, degrees):
+    """Raises what the first step of a run would raise on a mesh, which need not be there."""
+    sizes = tuple(vars(degrees)[role] for role in ROLES)
+    mesh = AbstractMesh(sizes, ROLES, (AxisType.Auto,) * len(ROLES))
+    partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
+    check_step(config, degrees, partition)

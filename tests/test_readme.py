@@ -1,21 +1,34 @@
 """README and the pages of docs/: examples run, commands are understood, links lead to files."""
 
+import argparse
+import importlib
+import math
 import re
+import runpy
 import shlex
 import shutil
+import sys
+import tomllib
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tokenizers
+import tyro
+import yaml
 
 import oracle
 import startrail_jax
 from benchmarks import figure
+from configs import RECIPES
+from programs import check_first_step
 from train import read_command_line
-from trainer.command_line import parse
-from trainer.tasks import TASKS
+from trainer.command_line import flag_of
+from trainer.gpt.corpus import check_bytes
+from trainer.parallel.degrees import choose_degrees
+from trainer.run.settings import save_config
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -128,40 +141,175 @@ def test_python_of_all_other_pages_runs(monkeypatch, capsys):
     assert "python train.py gpt_7b" in capsys.readouterr().out
 
 
-def commands(program):
-    """Arguments of every call of a program on the pages, with the pages' names."""
+class Understood(BaseException):
+    """A program has read its flags, and would begin."""
+
+
+def calls(page):
+    """The programs that the shell blocks and the inline code of a page call: lists of words.
+
+    The number of devices of a call is that which its block names, or 8.
+    """
+    text = page.read_text()
     found = []
-    for page in PAGES:
-        text = page.read_text().replace("\\\n", " ")
-        lines = [x for block in blocks(page, "sh") for x in block.splitlines()]
-        lines += re.findall(r"`([^`\n]*)`", text)
-        for line in lines:
-            if match := re.search(rf"python {program}\.py\b +([^#&]+)", line):
-                name = f"{page.stem}:{match[1].strip()}"
-                found.append(pytest.param(shlex.split(match[1]), id=name))
-    return found
+    for block in blocks(page, "sh"):
+        for document in re.findall(r"<<'END'\n(.*?)\nEND\n", block, re.DOTALL):
+            compile(document, str(page), "exec")
+        block = re.sub(r"python - <<'END'\n.*?\nEND\n", "", block, flags=re.DOTALL)
+        slurm = re.search(r"#SBATCH --nodes=(\d+).* --gpus-per-node=(\d+)", block)
+        devices = math.prod(map(int, slurm.groups())) if slurm else 8
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            found += [(part, devices) for part in split(words, "&&")]
+    found += [
+        (shlex.split(line), 8)
+        for line in re.findall(r"`(python (?:-m )?[a-z][^`]*)`", text)
+        if len(line.split()) > 2 + ("-m" in line)
+    ]
+    for block in blocks(page, "yaml"):
+        job = yaml.safe_load(block)["spec"]["replicatedJobs"][0]["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        devices = job["parallelism"] * container["resources"]["limits"]["nvidia.com/gpu"]
+        # Kubernetes puts a number there.
+        found.append(
+            ([x.replace("$(JOB_COMPLETION_INDEX)", "1") for x in container["command"]], devices)
+        )
+    return [(program_of(words), devices) for words, devices in found if words]
 
 
-@pytest.mark.parametrize("arguments", commands("train"))
-def test_commands_that_train_are_understood(arguments, tmp_path):
-    if arguments and arguments[0].startswith(MADE):
-        arguments = ["gpt_tiny", *arguments[1:]]
-    if "--init-from" in arguments:
-        shutil.copyfile(PRETRAINED / "config.json", tmp_path / "config.json")
-        tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
-        arguments = [str(ROOT / "docs") if word == "FOLDER" else word for word in arguments]
-        arguments[arguments.index("--init-from") + 1] = str(tmp_path)
-        assert read_command_line(arguments).settings.init_from == tmp_path
-    else:
-        assert read_command_line(arguments).settings.steps
+def split(words, separator):
+    """The parts of a list between separators."""
+    parts = [[]]
+    for word in words:
+        if word == separator:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
 
 
-@pytest.mark.parametrize("arguments", commands("sample"))
-def test_commands_that_sample_are_understood(arguments):
-    run_dir, *flags = arguments
-    kind = "dit" if "dit" in run_dir else "gpt"
-    options = TASKS[kind].options_class()
-    assert parse(flags, default=options, prog="sample.py", description=None).settings
+def program_of(words):
+    """The words of a call, without variables, launchers and the folder of the environment."""
+    while words and (re.match("[A-Z_]+=", words[0]) or words[0] in ("srun", "do", "env")):
+        words = words[1:]
+    return [words[0].removeprefix(".venv/bin/"), *words[1:]] if words else words
+
+
+SHELL = ("for", "done", "break", "source", "cd", "export")
+"""Words of the shell itself, which call no program of this project."""
+CALLS = [
+    pytest.param(words, devices, id=f"{page.stem}:{shlex.join(words)}"[:120])
+    for page in (*PAGES, ROOT / "benchmarks" / "RESULTS.md")
+    for words, devices in calls(page)
+    if words and words[0] not in SHELL
+]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the files and runs that pages name, in which programs run."""
+    for name in ("FOLDER", "CHECKPOINT", "Qwen3-8B", "/shared/tokens"):
+        folder = tmp_path / name.lstrip("/")
+        folder.mkdir(parents=True)
+        shutil.copyfile(PRETRAINED / "config.json", folder / "config.json")
+        tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    for name in ("gpt_tiny", "mine", "qwen3", "adapted", "copy", "Qwen3-8B", "dit_digits"):
+        recipe = name if name in RECIPES else "gpt_tiny"
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        save_config(RECIPES[recipe](), tmp_path / "runs" / name / "config.json")
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "train_loss": 5.0}\n')
+    for name in ("startrail_jax", "trainer", "benchmarks", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "devices"), CALLS)
+def test_commands_of_pages_are_understood(words, devices, place, monkeypatch, capsys):
+    """Programs of this project read their flags; `train.py` finds a mesh for its devices too."""
+    program, *arguments = words
+    if program == "pip":
+        extras = {x for word in arguments for x in re.findall(r"\[(.*)\]", word)}
+        known = set(
+            tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        )
+        assert {x for group in extras for x in group.split(",")} <= known
+        return
+    if program in ("hf", "pre-commit", "pytest", "python3", "sphinx-build", "apt", "nvidia-smi"):
+        return
+    if program == ".ci/run":
+        assert set(arguments) <= set(
+            re.findall(r"^([a-z_]+)\(\)", (ROOT / ".ci/run").read_text(), re.M)
+        )
+        return
+    assert program == "python", "a program that no test knows"
+    if arguments[0] == "train.py":
+        settings = read_command_line(arguments[1:]).settings
+        processes = flag_of(arguments, "--distributed.processes")
+        check_run(settings, 8 * int(processes) if processes and devices == 8 else devices)
+        return
+    planner = importlib.import_module("startrail_jax.plan")
+    if arguments[:2] == ["-m", "startrail_jax.plan"]:
+        if {"--here", "--help"} & set(arguments):
+            assert planner.parser().parse_args([x for x in arguments[2:] if x != "--help"])
+        else:
+            assert planner.main(arguments[2:]) == 0
+        return
+
+    def reads(parse):
+        def parsed(*given, **options):
+            parse(*given, **options)
+            raise Understood
+
+        return parsed
+
+    monkeypatch.setattr(tyro, "cli", reads(tyro.cli))
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", reads(argparse.ArgumentParser.parse_args)
+    )
+    as_module = arguments[0] == "-m"
+    monkeypatch.setattr(sys, "argv", arguments[as_module:])
+    monkeypatch.delitem(sys.modules, arguments[as_module], raising=False)
+    run = partial(runpy.run_module, alter_sys=True) if as_module else runpy.run_path
+    try:
+        run(arguments[1] if as_module else str(ROOT / arguments[0]), run_name="__main__")
+    except Understood:
+        pass
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # Of the extra `parity`.
+            raise
+
+
+def check_run(settings, devices):
+    """Raises what the first step of a run would raise on so many devices, and for its data."""
+    if settings.kind == "gpt" and settings.init_from is None:
+        data = settings.data
+        is_plan = settings.plan == "show"  # It reads no data.
+        if not is_plan and (data.path is None or not data.path.name.startswith("tokens")):
+            check_bytes(data, settings.model.vocab_size)
+    degrees = choose_degrees(settings.mesh, devices, settings.attention_call)
+    check_first_step(settings, degrees)
+
+
+def test_logs_on_pages_are_what_programs_print():
+    sources = "".join(path.read_text() for path in (ROOT / "trainer").rglob("*.py"))
+    logs = [
+        line
+        for page in PAGES
+        for block in blocks(page, "text")
+        for line in block.splitlines()
+        if re.match("[a-z ]+: ", line)
+    ]
+    assert len(logs) >= 3
+    for line in logs:
+        assert f'"{line.partition(": ")[0]}: ' in sources, line
+
+
+def test_every_block_of_every_page_is_of_a_language_that_a_test_reads():
+    """Sphinx runs `code-cell` and the directives in braces, and fails on an unknown one."""
+    for page in (*PAGES, ROOT / "benchmarks" / "RESULTS.md"):
+        for language in re.findall(r"^```+(\S+)", page.read_text(), re.M):
+            assert language in ("sh", "python", "yaml", "text") or language.startswith("{"), page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import tokenizers
 import transformers
-from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from configs import RECIPES
+from programs import check_first_step
 from refusals import refused
-from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
 from startrail_jax.planner import here
@@ -36,10 +35,8 @@ from trainer.dit.objective import dit_flops_per_token
 from trainer.gpt.config import LoraConfig
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.families import FAMILIES
-from trainer.parallel.checks import check_step
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.flops import PEAK_FLOPS
-from trainer.parallel.partition import Partition
 from trainer.parallel.step_sizes import footprint
 from trainer.run.settings import save_config
 from trainer.tasks import TASKS
@@ -60,11 +57,6 @@ def asked(arguments, capsys):
     """What the command prints, as JSON."""
     status = main(shlex.split(f"{arguments} --json --top 2"))
     return status, json.loads(capsys.readouterr().out)
-
-
-def abstract_mesh(degrees):
-    sizes = tuple(vars(degrees)[role] for role in ROLES)
-    return AbstractMesh(sizes, ROLES, (AxisType.Auto,) * len(ROLES))
 
 
 def trained(command):
@@ -181,8 +173,7 @@ def checked(command, num_gpus):
     sizes = {role: size for role, size in config.mesh.degrees.items() if size is not None}
     degrees = st.Degrees(**sizes)
     assert math.prod(sizes.values()) == num_gpus
-    partition = Partition(abstract_mesh(degrees), config.zero, config.zero_axes, config.model.dtype)
-    check_step(config, degrees, partition)
+    check_first_step(config, degrees)
     return config
 
 
