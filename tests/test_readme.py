@@ -269,7 +269,8 @@ def test_commands_of_pages_are_understood(words, devices, place, monkeypatch, ca
     )
     as_module = arguments[0] == "-m"
     monkeypatch.setattr(sys, "argv", arguments[as_module:])
-    monkeypatch.delitem(sys.modules, arguments[as_module], raising=False)
+    for loaded in (arguments[as_module], f"{arguments[as_module]}.__main__"):
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
     run = partial(runpy.run_module, alter_sys=True) if as_module else runpy.run_path
     try:
         run(arguments[1] if as_module else str(ROOT / arguments[0]), run_name="__main__")

@@ -49,9 +49,6 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
         flags["model.dtype"] = _dtype(model)
     if model.kind == "gpt":
         flags["seq-len"] = call.seq_len
-        if model.from_run:
-            # The sample of the run may be longer than the sequences of the plan.
-            flags["sample-length"] = 0
     elif not model.from_run and call.seq_len != MODELS["dit_1b"].seq_len:
         flags["size"] = f"{call.seq_len // FRAME} 256 256"
     flags |= {"batch-size": call.batch}

@@ -11,6 +11,7 @@ from PIL import ExifTags, Image
 from configs.dit import dit_digits
 from refusals import refused
 from startrail_jax.errors import InputError
+from train import read_command_line
 from trainer.dit import images
 from trainer.dit.config import DiTConfig, ImageConfig
 from trainer.errors import MissingPackageError
@@ -132,6 +133,42 @@ def test_folders_that_are_numbers_are_classes_in_order_of_these(tmp_path, names,
     opened = open_images(tmp_path, classes=len(names))
     assert [x.label for x in examples(opened)] == labels
     assert said in opened.description
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "size"),
+    [
+        ("", dict(classes=3, channels=3), (1, HEIGHT, WIDTH)),
+        ("--model.channels 1 --size 1 6 4", dict(classes=3, channels=1), (1, 6, 4)),
+        ("--model.classes 0", dict(classes=0, channels=3), (1, HEIGHT, WIDTH)),
+        ("--model.classes 7", dict(classes=7, channels=3), (1, HEIGHT, WIDTH)),
+    ],
+)
+def test_classes_channels_and_size_follow_the_images_unless_flags_give_them(
+    folder, flags, model, size
+):
+    flags = f"dit_digits --data.path {folder} --model.patch 1 1 1 {flags}".split()
+    config = read_command_line(flags).settings
+    assert {name: getattr(config.model, name) for name in model} == model
+    assert config.size == size
+    assert config.data.class_names == (("ant", "cat", "dog") if model["classes"] == 3 else ())
+
+
+def test_grey_images_in_one_folder_have_one_channel_and_no_class(tmp_path):
+    for number in range(3):
+        write_image(tmp_path / f"{number}.png", make_pixels()[..., 0])
+    config = read_command_line(
+        ["dit_digits", "--data.path", str(tmp_path), "--model.patch", "1", "1", "1"]
+    ).settings
+    assert (config.model.classes, config.model.channels, config.data.class_names) == (0, 1, ())
+    assert "pixels, grey" in open_images(tmp_path, channels=1).description
+
+
+def test_names_of_classes_are_those_of_the_folders(folder):
+    with refused(InputError, "data.class_names, in order; got ant, cat, dog"):
+        open_images(folder, classes=3, class_names=("ant", "dog", "cat"))
+    with refused(InputError, "data.class_names must name each of model.classes"):
+        make_config(folder, classes=2, class_names=("ant", "cat", "dog"))
 
 
 def test_images_without_classes_may_lie_anywhere(folder):

@@ -12,7 +12,8 @@ import sample
 import startrail_jax as st
 from configs.dit import dit_digits
 from refusals import message_of_sample as message_of
-from refusals import usage_error
+from refusals import refused, usage_error
+from startrail_jax.errors import InputError
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.dit.config import DiTConfig, ImageConfig, ImageOptions
 from trainer.dit.objective import Denoising
@@ -131,11 +132,32 @@ def test_text_is_drawn_where_the_model_takes_it():
     options = ImageOptions(captions=("one", "three"), samples=2)
     assert rows_of_grid(config, options) == ([0] * 4, [b"one", b"one", b"three", b"three"])
     with_classes = replace(config, model=replace(MODEL, caption_length=5))
-    both = ImageOptions(captions=("one", "two"), classes=(1, 2), samples=1)
+    both = ImageOptions(captions=("one", "two"), classes=("1", "2"), samples=1)
     assert rows_of_grid(with_classes, both) == ([1, 2], [b"one", b"two"])
     # Neither: for each class, and no text.
     neither = rows_of_grid(with_classes, ImageOptions(samples=1))
     assert neither == ([0, 1, 2], [b"", b"", b""])
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "labels"),
+    [
+        ((), ("2", "0"), [2, 0]),
+        (("ant", "cat", "7"), ("cat", "7", "2"), [1, 2, 2]),
+        (("1", "2", "3"), ("1", "3"), [0, 2]),
+        (("1", "2", "3"), ("0",), "got 0. Choose from 1, 2, 3."),
+        (("ant", "cat", "dog"), ("bee",), "got bee. Choose from ant, cat, dog."),
+    ],
+)
+def test_classes_are_drawn_by_name_or_label(names, asked, labels):
+    data = ImageConfig(class_names=names)
+    config = replace(dit_digits(), model=MODEL, data=data)
+    options = ImageOptions(classes=asked, samples=1)
+    if isinstance(labels, str):
+        with refused(InputError, labels):
+            rows_of_grid(config, options)
+    else:
+        assert rows_of_grid(config, options)[0] == labels
 
 
 @pytest.mark.parametrize(

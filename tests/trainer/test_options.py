@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 import train
 from configs.gpt import gpt_tiny
@@ -11,6 +12,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import Distributed
 from trainer.data.files import find_files
+from trainer.run.settings import save_config
 
 pytestmark = pytest.mark.quick
 
@@ -60,3 +62,33 @@ def test_object_stores_are_refused_with_a_way_out():
         dataclasses.replace(gpt_tiny(), run_dir=Path("gs://bucket/run"))
     with refused(InputError, "got 's3:/bucket/a'"):
         find_files(Path("s3://bucket/a"), "data.path")
+
+
+@pytest.mark.parametrize(
+    ("flags", "vocabulary"),
+    [
+        ("gpt_tiny --data.tokenizer {}", 4),
+        ("llama3_8b --data.tokenizer {}", 4),
+        ("llama3_8b --data.tokenizer {} --model.vocab-size 512", 512),
+        ("gpt_tiny --data.tokenizer {} --run-dir {run}", 99),
+        ("gpt_tiny --data.tokenizer missing.json", 256),
+        ("llama3_8b", 128_256),
+    ],
+)
+def test_vocabulary_follows_the_tokenizer_unless_it_is_given(flags, vocabulary, tmp_path):
+    words = tokenizers.models.BPE({"a": 0, "b": 1, "<|endoftext|>": 3}, [])
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    former = dataclasses.replace(gpt_tiny().model, vocab_size=99)
+    (tmp_path / "run").mkdir()
+    save_config(dataclasses.replace(gpt_tiny(), model=former), tmp_path / "run" / "config.json")
+    flags = flags.format(tmp_path / "tokenizer.json", run=tmp_path / "run")
+    assert train.read_command_line(flags.split()).settings.model.vocab_size == vocabulary
+
+
+@pytest.mark.parametrize(
+    ("flags", "length"),
+    [("--seq-len 128", 64), ("--seq-len 300", 256), ("--seq-len 128 --sample-length 100", 100)],
+)
+def test_sample_is_shorter_than_a_sequence(flags, length):
+    settings = train.read_command_line(["gpt_tiny", *flags.split()]).settings
+    assert settings.sample_length == length

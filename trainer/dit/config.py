@@ -106,6 +106,9 @@ class ImageConfig:
     """Factor by which latents are multiplied when they are read, such as 0.18215 for those of
     Stable Diffusion; samples are divided by it. Latents should have a root mean square of about 1,
     like the noise."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes, in the order of their labels, for sample.py. The default are the
+    subfolders of a folder of images, in their order."""
     cache: Path | None = None
     """Folder for the copies of data that are in a store. The default is the folder of the runs."""
 
@@ -194,6 +197,12 @@ class DiTTrainConfig(TrainConfig):
                     "size must be the largest of the sizes, as the memory of a step is that of "
                     f"its images; got size={self.size} and {name} in data.sizes. Exchange them."
                 )
+        names = self.data.class_names
+        if names and (len(names) != self.model.classes or len(set(names)) < len(names)):
+            raise InputError(
+                "data.class_names must name each of model.classes, each once; got "
+                f"class_names={names}, classes={self.model.classes}. Leave them out."
+            )
         if len(set(self.sizes)) < len(self.sizes):
             raise InputError(
                 "data.sizes must name each size once, and size is one of them; got "
@@ -230,8 +239,9 @@ class DiTTrainConfig(TrainConfig):
 class ImageOptions(SampleOptions):
     """What sample.py draws from a run of a diffusion transformer."""
 
-    classes: tuple[int, ...] | None = None
-    """Classes to draw, one row of the grid for each. The default is the first ten classes."""
+    classes: tuple[str, ...] | None = None
+    """Classes to draw, by name or by label, one row of the grid for each. Where all names are
+    numbers, they are meant. The default is the first ten classes."""
     captions: tuple[str, ...] | None = None
     """Captions to draw, one row of the grid for each, if the model takes text. If `classes` are
     given too, there must be as many captions as classes."""

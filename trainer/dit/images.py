@@ -331,7 +331,7 @@ def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
             f"A folder of images must hold some, as {', '.join(SUFFIXES)}; got none of these among "
             f"{len(found)} files in {str(folder)!r}. Give another --data.path, or convert them."
         )
-    names = _classes_of_folder(folder, keys, config)
+    names = _check_classes(folder, keys, config)
     label_of = {name: label for label, name in enumerate(names)}
     files = [folder / key for key in keys]
     captions, longest = _encode_captions(map(_read_caption, files), len(files), config)
@@ -346,17 +346,55 @@ def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
         captions=captions,
         # A file in place of another may have other proportions, which changes the batches.
         content=[keys, found_sizes] if several else keys,
-        remark=_other_files(found) + longest + _said_classes(names),
+        remark=_said_size(config) + _said_classes(names) + _other_files(found) + longest,
         sizes=found_sizes if several else None,
     )
+
+
+class Look(NamedTuple):
+    """What a folder of images shows before a config is known."""
+
+    class_names: tuple[str, ...]
+    """Names of the subfolders; none if images lie beside them."""
+    channels: int
+    """1 if all images are grey, else 3."""
+    size: tuple[int, int, int]
+    """One frame, height and width of the first image."""
+
+
+def look_at(folder: Path) -> Look | None:
+    """Looks at the images of a folder; None if it holds none, or the first is damaged."""
+    with reading(folder):
+        keys = [key for key in sorted(walk_files(folder)) if _suffix(key) in SUFFIXES]
+    try:
+        with ThreadPoolExecutor() as threads:
+            grey = list(threads.map(lambda key: _is_grey(folder / key), keys))
+        with _opened(folder / keys[0]) as image:
+            size = (1, *_upright_size(image))
+    except (UserError, IndexError):  # Opening the data says so.
+        return None
+    names = () if any("/" not in key for key in keys) else _class_names(keys)
+    return Look(names, 1 if all(grey) else 3, size)
+
+
+def _is_grey(path: Path) -> bool:
+    with _opened(path) as image:
+        return image.mode in ("1", "L", "LA")
 
 
 def _suffix(key: str) -> str:
     return PurePosixPath(key).suffix.lower()
 
 
-def _classes_of_folder(folder: Path, keys: list[str], config: DiTTrainConfig) -> tuple[str, ...]:
-    """The names of the subfolders, in order, numbers as such; none if the model has no classes."""
+def _class_names(keys: Iterable[str]) -> tuple[str, ...]:
+    """The names of the subfolders, in order, numbers as such."""
+    names = {key.split("/")[0] for key in keys}
+    numbers = all(name.isdecimal() for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
+
+
+def _check_classes(folder: Path, keys: list[str], config: DiTTrainConfig) -> tuple[str, ...]:
+    """The names of the classes, in order; none if the model has no classes."""
     if not config.model.classes:
         return ()
     loose = [key for key in keys if "/" not in key]
@@ -366,9 +404,12 @@ def _classes_of_folder(folder: Path, keys: list[str], config: DiTTrainConfig) ->
             f"{len(loose)} images beside them, such as {loose[0]!r} in {str(folder)!r}. Move them, "
             "or use --model.classes 0."
         )
-    names = {key.split("/")[0] for key in keys}
-    numbers = all(name.isdecimal() for name in names)
-    names = tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
+    names, given = _class_names(keys), config.data.class_names
+    if given and given != names:
+        raise InputError(
+            f"The folders in data.path must be data.class_names, in order; got {', '.join(names)} "
+            f"in {str(folder)!r} and class_names={', '.join(given)}. Use --data.class-names."
+        )
     if len(names) != config.model.classes:
         raise InputError(
             "model.classes must be the number of folders with images in data.path; got "
@@ -383,6 +424,12 @@ def _said_classes(names: tuple[str, ...]) -> str:
     shown = [f"{label} {name}" for label, name in enumerate(names[:CLASSES_LISTED])]
     more = [f"and {len(names) - len(shown)} more"] * (len(names) > len(shown))
     return f"; labels: {', '.join(shown + more)}" if names else ""
+
+
+def _said_size(config: DiTTrainConfig) -> str:
+    """A remark about the size to which images are brought."""
+    colours = "grey" if config.model.channels == 1 else "in colour"
+    return f"; {', '.join(config.names_of_sizes)} pixels, {colours}"
 
 
 def _other_files(keys: list[str]) -> str:
@@ -471,6 +518,14 @@ def _ratio(a: int, b: int) -> Fraction:
 @contextmanager
 def _checked(path: Path, config: DiTTrainConfig) -> Iterator[Any]:
     """An image of Pillow; an error unless it is whole, not animated, of 8 bits and of a size."""
+    with _opened(path) as image:
+        _check_image(image, path, config)
+        yield image
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An image of Pillow; an error unless it is whole, be it while it is used."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -480,7 +535,6 @@ def _checked(path: Path, config: DiTTrainConfig) -> Iterator[Any]:
         ) from error
     try:
         with Image.open(path, formats=FORMATS) as image:
-            _check_image(image, path, config)
             yield image
     except (UserError, MemoryError):
         raise

@@ -26,6 +26,8 @@ from trainer.session import Session
 
 DEFAULT_GUIDANCE = 1.5
 CLASSES_SHOWN = 10
+LISTED = 20
+"""Names of classes in an error."""
 LEAST_PIXELS = 64
 """Width of an image in a PNG file, at least."""
 
@@ -145,24 +147,31 @@ def rows_of_grid(
         raise InputError(
             "--captions need a model that takes text; got one of caption_length=0. Leave them out."
         )
-    for label in classes or ():
-        if not 0 <= label < model.classes:
-            way_out = (
-                f"Choose from 0 to {model.classes - 1}." if model.classes else "Leave them out."
-            )
-            raise InputError(
-                f"--classes must be of the {model.classes} classes of the model; got {label}. "
-                f"{way_out}"
-            )
+    labels = tuple(_label_of(name, config) for name in classes or ())
     if classes is None and captions is None:
-        classes = tuple(range(min(model.classes, CLASSES_SHOWN))) or None
-    count = len(classes or captions or (None,))
-    labels = classes or (model.classes,) * count
+        labels = tuple(range(min(model.classes, CLASSES_SHOWN)))
+    count = len(labels or captions or (None,))
+    labels = labels or (model.classes,) * count
     texts = captions or ("",) * count
     repeated = [row for row in range(count) for _ in range(options.samples)]
     return (
         [labels[row] for row in repeated],
         [texts[row].encode() for row in repeated] if model.caption_length else None,
+    )
+
+
+def _label_of(name: str, config: DiTTrainConfig) -> int:
+    """The label of a class, given by its name or as a number."""
+    names, count = config.data.class_names, config.model.classes
+    if name in names:
+        return names.index(name)
+    numbers = any(not known.isdecimal() for known in names) or not names
+    if numbers and name.isdecimal() and int(name) < count:
+        return int(name)
+    known = ", ".join((*names[:LISTED], *["..."] * (len(names) > LISTED))) or f"0 to {count - 1}"
+    way_out = f"Choose from {known}." if count else "Leave them out."
+    raise InputError(
+        f"--classes must be of the {count} classes of the model; got {name}. {way_out}"
     )
 
 

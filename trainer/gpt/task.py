@@ -19,6 +19,7 @@ from trainer.gpt.pretrained.defaults import (
     with_ending,
     with_model_of,
     with_tokenizer,
+    with_vocabulary,
 )
 from trainer.places import TOKENS
 from trainer.run.settings import CHECKPOINTS_FOLDER
@@ -38,6 +39,9 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
     def before_flags(
         self, config: GPTTrainConfig, flag: Callable[[str], str | None]
     ) -> GPTTrainConfig:
+        length = flag("--seq-len") or ""
+        if length.isdecimal() and config.sample_length >= int(length):
+            config = replace(config, sample_length=int(length) // 2)
         folder = flag("--init-from")
         if folder is not None:
             config = with_model_of(Path(folder), config)
@@ -56,6 +60,8 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         # No recipe names a tokenizer: this one is from the config.json of a run.
         inherited = config.data.tokenizer is not None and not chosen
         config = with_tokenizer(config, given=chosen)
+        if chosen and flag("--model.vocab-size") is None:
+            config = with_vocabulary(config)
         is_new = flag("--data.loss-on") is not None and config.data.end_of_document is None
         # Without the flag, the pretrained model is from the config.json of a run too.
         of_run = not chosen and (inherited or flag("--init-from") is None)

@@ -15,7 +15,7 @@ from trainer.data.opening import read_object
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description
 from trainer.run.folder import KEPT_FOLDER
-from trainer.run.settings import CHECKPOINTS_FOLDER
+from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.sums import SUMS_FILE, check_sums
 
 GENERATION = "generation_config.json"
@@ -95,6 +95,26 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
     if config.steps and not any((config.run_dir / CHECKPOINTS_FOLDER).glob("*")):
         require_bytes(config.init_from, config.model.vocab_size, "--data.tokenizer")
     return config
+
+
+def with_vocabulary(config: GPTTrainConfig) -> GPTTrainConfig:
+    """A config whose model has as many tokens as its tokenizer has, or as the run that goes on.
+
+    A pretrained model keeps its own.
+
+    Raises:
+        ValueError: if the tokenizer cannot be read.
+    """
+    path, former = config.data.tokenizer, config.run_dir / CONFIG_FILE
+    if config.init_from is not None or path is None or not path.is_file():
+        return config
+    if former.is_file():
+        size = read_object(former)["model"].get("vocab_size", config.model.vocab_size)
+    else:
+        from trainer.gpt.tokenizer import text_tokenizer
+
+        size = text_tokenizer(config.data, vocab_size=1 << 31).num_ids
+    return replace(config, model=replace(config.model, vocab_size=size))
 
 
 def with_beginning(
