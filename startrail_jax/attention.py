@@ -22,7 +22,7 @@ from startrail_jax.cache import Decoding
 from startrail_jax.calls.explain import Explanation, explain
 from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.calls.score_checks import check_scores, given_to_call, given_to_shards
-from startrail_jax.calls.validation import check_shards, served_call
+from startrail_jax.calls.validation import check_shards, check_static, served_call
 from startrail_jax.devices.axes import device_kind, flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.devices.nodes import mesh_crossing
@@ -116,7 +116,7 @@ class Attention(Decoding):
             dtype: dtype of query, key and value.
             packed: whether there are segment ids.
             kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
-            platform: "cpu", "cuda", "rocm" or "tpu"; None for the platform of the mesh.
+            platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu"; None for that of the mesh.
             capability: CUDA compute capability, such as (9, 0); None for that of the mesh.
             devices_per_node: number of devices in a node, in the order of `jax.devices()`; None to
                 read it from the devices.
@@ -254,6 +254,7 @@ class Attention(Decoding):
             TypeError: if neither Flax nor jax has an argument of such a name.
         """
         del force_fp32_for_softmax
+        check_static(return_lse=return_lse)
         options, inputs, specs = served_call(
             self,
             (query, key, value),

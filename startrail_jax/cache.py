@@ -76,7 +76,7 @@ class Decoding(Arguments):
             ValueError: if this attention is not causal, or if shapes, dtypes or shardings do not
                 fit.
         """
-        check_whole()
+        check_whole(self.mesh)
         query, key, value = (jnp.asarray(x) for x in (query, key_cache, value_cache))
         arrays = (query, key, value, jnp.asarray(positions))
         check_decode(*arrays, mask=self.resolved_mask, layout=self.layout, slots=key.shape[1])
@@ -127,7 +127,8 @@ class Decoding(Arguments):
         )
         out, lse = self._attend_slots(query, key_cache, value_cache, positions, slopes)
         ranks = flat_axis(self.axes, SEQUENCE_ROLES)
-        highest = collectives.maximum(lse, ranks)
+        # Any number would do in its place, so that it needs no gradient.
+        highest = collectives.maximum(jax.lax.stop_gradient(lse), ranks)
         # In a row that is EMPTY everywhere, all weights are 1 and scale outputs of 0.
         weights = rows(jnp.exp(lse - highest))
         both = collectives.total(jnp.concatenate([out * weights, weights], axis=-1), ranks)
@@ -216,7 +217,7 @@ class Decoding(Arguments):
         Raises:
             ValueError: if shapes or shardings do not fit, or if positions are not int32.
         """
-        check_whole()
+        check_whole(self.mesh)
         cache, new, positions = (jnp.asarray(x) for x in (cache, new, positions))
         check_update(cache, new, positions, layout=self.layout, slots=cache.shape[1])
         spec = self.key_spec(cache.shape[2])

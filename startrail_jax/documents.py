@@ -150,7 +150,10 @@ class _Assignment:
                 f"share={share!r}. Give how many devices share rows, and the tokens that one holds."
             )
         if not isinstance(cost, DocumentCost):
-            raise InputError(f"cost must be a DocumentCost or None; got cost={cost!r}.")
+            raise InputError(
+                f"cost must be a DocumentCost or None; got cost={cost!r}. Leave it out for that "
+                "of a usual model."
+            )
         divisors = [c for c in range(1, devices + 1) if devices % c == 0]
         if degrees is not None:
             given = degrees if isinstance(degrees, Iterable) else (degrees,)
@@ -167,7 +170,10 @@ class _Assignment:
 
     def checked(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         """The lengths as an array, if each document has a row that holds it."""
-        found = np.asarray(lengths)
+        try:
+            found = np.asarray(lengths)
+        except ValueError:  # Lists of several lengths.
+            found = np.asarray(lengths, object)
         if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
             raise InputError(
                 "lengths must be a series of whole numbers, the tokens of each document; got an "
@@ -418,6 +424,12 @@ class PartStream(Iterator[list[BatchPart]]):
             ValueError: if documents, seed or window differ, so that some documents would come
                 twice.
         """
+        missing = {*self.order, "epoch", "opened", "stretches"} - set(state)
+        if missing:
+            raise InputError(
+                "A state must be what get_state returned; got one without "
+                f"{', '.join(sorted(missing))}. Leave set_state out to begin with the first step."
+            )
         for name, value in self.order.items():
             if state[name] != value:
                 raise InputError(

@@ -48,7 +48,8 @@ def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any
             "functools.partial(attention, segment_ids=ids) brings through a module. "
             "startrail_jax.masks.recognise reads both from a dense mask on the host."
         )
-    valid = mask[:, 0, 0] != 0
+    # Of a traced mask no value is known. An additive one, with 0 for what is seen, hides all keys.
+    valid = mask[:, 0, 0] > 0
     return jnp.broadcast_to(valid, (rows, keys)) if shape[0] < rows else valid
 
 

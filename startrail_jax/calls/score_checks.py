@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from startrail_jax.blocks.scores import NAMES, Dropout, Scores
 from startrail_jax.calls.arguments import Arguments
-from startrail_jax.calls.validation import check_shardings
+from startrail_jax.calls.validation import check_shardings, check_static
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.rings.score_units import ScoreInputs
@@ -164,6 +164,7 @@ def check_given(
         NotImplementedError: if this attention serves them in no way.
     """
     given: dict[str, Any] = {}
+    check_static(deterministic=deterministic, broadcast_dropout=broadcast_dropout)
     if slopes is not None:
         _check_distances(query.shape[1] if seq_len is None else seq_len, key.shape[1])
         slopes = check_per_head("slopes", slopes, query.shape[2], where)
@@ -233,11 +234,19 @@ def _check_bias(attention: Arguments, bias: Array, query: Any, key: Any) -> Arra
     fits = bias.ndim == 4 and bias.shape[2:] == (tokens, key.shape[1])
     fits = fits and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
     if not (fits and jnp.issubdtype(bias.dtype, jnp.floating)):
+        way_out = (
+            "Its queries and its keys are in the order of the layout: attention.shard_bias brings "
+            "them there."
+        )
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            way_out = (
+                "The fourth argument is a bias: name a mask of keys mask=, and ids of documents "
+                "segment_ids=."
+            )
         raise InputError(
             "bias must be floats [1 or batch, 1 or heads, query, key] = "
             f"[1 or {batch}, 1 or {heads}, {tokens}, {key.shape[1]}]; got {bias.dtype} "
-            f"{list(bias.shape)}. Its queries and its keys are in the order of the layout: "
-            "attention.shard_bias brings them there."
+            f"{list(bias.shape)}. {way_out}"
         )
     _check_rows_stay(attention)
     return bias

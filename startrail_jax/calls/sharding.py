@@ -350,6 +350,11 @@ class Sharded:
         sharding = NamedSharding(self.mesh, spec)
         places = sharding.addressable_devices_indices_map(host.shape)
         shards = [jax.device_put(host[index], device) for device, index in places.items()]
+        if any(isinstance(shard, Tracer) for shard in shards):
+            raise InputError(
+                "A function under jit, grad or vmap cannot put a NumPy array onto devices; got one "
+                f"of shape {list(host.shape)}. Call attention.shard, pad and shard_bias outside."
+            )
         return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)
 
     def _on_host(self, x: Any) -> np.ndarray:

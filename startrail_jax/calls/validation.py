@@ -63,8 +63,9 @@ def served_call(
         ValueError: if shapes, dtypes, shardings or options do not fit each other or the mesh.
         NotImplementedError: if an option is not served.
     """
-    check_whole()
+    check_whole(attention.mesh)
     _refuse_unserved(unserved)
+    check_static(is_causal=is_causal)
     if is_causal and not attention.causal:
         raise InputError(
             "is_causal=True needs a causal attention; got an instance with causal=False and "
@@ -89,10 +90,10 @@ def served_call(
             segment_ids = hide_keys(attention, valid, segment_ids)
         if pads_keys and isinstance(attention.resolved_mask, masks.Full):
             inputs, segment_ids = pad_keys(attention, inputs, segment_ids)
+        _warn_of_dimensions(*inputs[:2])
     check_arrays(
         *inputs, degrees=attention.degrees, layout=attention.layout, mask=attention.resolved_mask
     )
-    _warn_of_dimensions(*inputs[:2])
     ids = _segment_arrays(attention, inputs, segment_ids)
     _check_segments(inputs[0], inputs[1], ids)
     inputs += ids
@@ -319,15 +320,33 @@ def check_shards(
     check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
 
 
-def check_whole() -> None:
-    """Raises a ValueError inside of a `shard_map`, where no array is whole."""
-    manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+def check_static(**flags: Any) -> None:
+    """Raises a NotImplementedError for a truth value that is traced."""
+    for name, value in flags.items():
+        if isinstance(value, Tracer):
+            raise UnsupportedError(
+                f"{name} must be True or False, as it is compiled into the program; got an array "
+                f"{jax.typeof(value)}. Make it a static argument of your jit."
+            )
+
+
+def check_whole(mesh: Mesh | AbstractMesh) -> None:
+    """Raises a ValueError inside a `shard_map`, where no array is whole, and under another mesh."""
+    context = jax.sharding.get_abstract_mesh()
+    manual = getattr(context, "manual_axes", ())
     if manual:
         raise InputError(
             "A call must be one with whole arrays, outside of any shard_map; got one inside a "
             f"shard_map over {tuple(sorted(manual))}. Make that shard_map manual over all axes of "
             "the mesh, with attention.query_spec(heads) and the like among its in_specs, and use "
             "attention.local, decode_local and update_cache_local in it."
+        )
+    if not context.empty and context.shape_tuple != mesh.shape_tuple:
+        raise InputError(
+            "The mesh of jax.set_mesh must be that of the attention, with axes "
+            f"{dict(mesh.shape)}; got one with axes {dict(context.shape)}. Use "
+            "jax.set_mesh(attention.mesh) around this call, or build the attention on your mesh: "
+            "Attention(mesh, axis=...)."
         )
 
 
@@ -446,6 +465,11 @@ def check_update(
             f"cache must be [{'layers, ' if layers else ''}batch, slots, kv_heads, head_dim] and "
             "new [batch, new, kv_heads, head_dim], equal but for the second dimension; got cache "
             f"{cache.shape}, new {new.shape}. Correct the odd one out."
+        )
+    if jnp.issubdtype(new.dtype, jnp.floating) and not jnp.issubdtype(cache.dtype, jnp.floating):
+        raise InputError(
+            f"A cache of {cache.dtype} must be written with whole numbers, as floats would be cut "
+            f"off; got new {new.dtype}. Quantise them, or use a cache of {new.dtype}."
         )
     _check_positions(positions, new.shape[:2])
     layout.check_length(slots, "slots")

@@ -52,6 +52,7 @@ class Schedule(Rounds):
         Raises:
             ValueError: if the platform is unknown.
         """
+        platform = "cuda" if platform == "gpu" else platform
         if platform not in (None, *PLATFORMS):
             raise InputError(
                 f"platform must be one of {PLATFORMS}; got {platform!r}. "

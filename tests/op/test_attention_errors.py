@@ -1,6 +1,7 @@
 """Bad input: what must hold, what was given, by name and value, and the way out."""
 
 import dataclasses
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,8 @@ OF_SCORES = [
         ("got int32", dict(bias=jnp.zeros((2, 1, 32, 32), int))),
         ("dropout_rate=1.0", dict(dropout_rng=RNG, dropout_rate=1.0)),
         ("dropout_rate=None", dict(dropout_rate=None)),
+        ("[1 or 2, 1 or 4, 32, 32]; got int32 [2, 32]. The fourth argument is a bias",
+            dict(bias=np.zeros((2, 32), "i4"))),
         ("dropout_rate='0.1'", dict(dropout_rate="0.1")),
         ("dropout_rate=-0.1", dict(dropout_rng=RNG, dropout_rate=-0.1)),
         ("dropout_rng=None", dict(dropout_rate=0.1)),
@@ -200,6 +203,9 @@ def test_heads_where_tokens_belong_are_warned_of():
     with pytest.warns(ShapeWarning, match=r"query \[1, 8, 16, 4\].*swapaxes\(1, 2\)"):
         ours(swapped, swapped, swapped)
     right = swapped.swapaxes(1, 2)
+    # The same of grouped heads, which have other "lengths", whatever error comes then.
+    with suppress(InputError), pytest.warns(ShapeWarning, match=r"key \[1, 2, 16, 4\].*swapaxes"):
+        attention(D(ring=2))(swapped, swapped[:, :2], swapped[:, :2])
     # As many heads as tokens, and short queries of long keys, are what they seem to be.
     for query, key in (
         (right, right),
@@ -382,3 +388,27 @@ def test_who_cannot_be_given_prefixes_refuses_masks_that_need_them():
     causal = st.Attention(mesh, mask=st.masks.Prefix() & st.masks.Causal())
     with refused(InputError, "decode", "got mask=(Prefix"):
         causal.decode(x, x, x, positions)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "return_lse", "deterministic", "broadcast_dropout"])
+def test_truth_values_of_a_call_are_no_arrays(name):
+    ours, x = attention(D(ring=2), causal=True), np.zeros((2, 32, 4, 8), "f4")
+    with refused(UnsupportedError, f"{name} must be True or False", "static argument"):
+        jax.jit(lambda value: ours(x, x, x, **{name: value}))(True)
+
+
+@pytest.mark.parametrize("method", ["shard", "pad", "shard_bias"])
+def test_host_arrays_are_not_placed_inside_a_jit(method):
+    ours, x = attention(D(ring=2), causal=True), np.zeros((2, 32, 32, 32), "f4")
+    with refused(InputError, "under jit", "shard, pad and shard_bias outside"):
+        jax.jit(lambda y: (getattr(ours, method)(x), y))(1.0)
+
+
+def test_another_mesh_around_a_call_is_refused():
+    ours, x = attention(D(ring=2), causal=True), np.zeros((2, 32, 4, 8), "f4")
+    other = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    for call in (ours, jax.jit(ours)):
+        with jax.set_mesh(other), refused(InputError, "jax.set_mesh", "{'a': 2, 'b': 2}"):
+            call(x, x, x)
+    with jax.set_mesh(ours.mesh):
+        jax.eval_shape(ours, x, x, x)

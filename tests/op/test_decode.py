@@ -90,6 +90,28 @@ def test_decode_equals_dense_attention(degrees):
     assert relative_error(found, dense(*problem)) <= FLOAT32_ERROR
 
 
+@pytest.mark.parametrize("degrees", [*SCHEMES.values()][1::4])
+def test_gradients_flow_through_decode(degrees):
+    attention, (query, key, value, positions) = make_attention(degrees), draw()
+    rng = np.random.default_rng(1)
+    dout = rng.normal(size=(*query.shape[:3], VALUE_DIM)).astype("f4")
+    spec = attention.key_spec(key.shape[2])
+    query_spec = attention.decode_spec(query.shape[2])
+    placed = [put(attention, query, query_spec)]
+    placed += [put(attention, attention.layout.permute(x), spec) for x in (key, value)]
+    positions_there = put(attention, positions, P(query_spec[0]))
+    found = jax.jit(
+        jax.grad(lambda *x: (attention.decode(*x, positions_there) * dout).sum(), argnums=(0, 1, 2))
+    )(*placed)
+    rows = np.arange(BATCH)[:, None]
+    whole, dwhole = (np.zeros((BATCH, SLOTS, *x.shape[2:])) for x in (query, dout))
+    whole[rows, positions], dwhole[rows, positions] = query, dout
+    wanted = oracle.gradients(whole, key, value, dwhole, causal=True)
+    assert relative_error(found[0], wanted.query[rows, positions]) <= FLOAT32_ERROR
+    for mine, theirs in zip(found[1:], (wanted.key, wanted.value), strict=True):
+        assert relative_error(attention.unshard(mine), theirs) <= FLOAT32_ERROR
+
+
 # Masks, most of which show a query within the slots as much as a causal one, and what they mean.
 MASKS = {
     "causal": (masks.Causal(), lambda i, j: j <= i),
@@ -279,6 +301,8 @@ def test_decode_errors():
         attention.decode(query, key[:, :47], value[:, :47], positions)
     with refused(InputError, "[batch, slots"):
         attention.update_cache(key, key[:, :3, :, :5], positions)
+    with refused(InputError, "A cache of int8 must be written with whole numbers"):
+        attention.update_cache(key.astype("i1"), key[:, :3], positions)
     with refused(InputError, "float32 [2, 3]"):
         attention.update_cache(key, key[:, :3], positions.astype(np.float32))
 

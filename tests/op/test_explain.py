@@ -179,7 +179,7 @@ def test_keys_of_another_length():
     ("sizes", "named"),
     [
         (
-            dict(platform="gpu"),
+            dict(platform="amd"),
             "'cuda'",
         ),
         (dict(seq_len=4097), "seq_len"),
@@ -197,3 +197,10 @@ def test_a_backend_that_is_named_and_does_not_serve_raises():
     named = attention(st.Degrees(ring=2), backend="cudnn")
     with refused(UnsupportedError, backend="cudnn"):
         named.explain(dtype="float32", **SIZES, **HOPPER)
+
+
+def test_gpus_are_those_of_nvidia():
+    gpu, cuda = (
+        attention(st.Degrees(ring=2)).explain(**SIZES, platform=x) for x in ("gpu", "cuda")
+    )
+    assert gpu == cuda

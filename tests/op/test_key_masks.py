@@ -115,6 +115,15 @@ def test_dense_and_additive_masks_are_refused():
         attention(causal=False)(*x, mask=np.where(dense[:, :, :1], 0.0, -1e9))
 
 
+def test_additive_mask_in_a_jit_hides_everything():
+    """No value of it is known there. Read as Flax's 0 and 1, it would hide what it shows."""
+    drawn = problem(np.random.default_rng(3))
+    mask = np.where(np.arange(32) < 16, 0.0, -1e9).astype("f4")[None, None, None]
+    ours = jax.jit(attention(causal=False))
+    out = ours(drawn.query, drawn.key, drawn.value, mask=np.broadcast_to(mask, (2, 1, 1, 32)))
+    assert not np.any(out)
+
+
 @pytest.mark.parametrize(
     "ours",
     [

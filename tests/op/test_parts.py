@@ -375,6 +375,10 @@ def test_a_state_of_another_series_is_refused():
     others[7] += 1
     with refused(InputError, "checksum_of_lengths="):
         stream_of(others).set_state(state)
+    with refused(InputError, "what get_state returned; got one without", "epoch"):
+        stream_of(LENGTHS).set_state({})
+    with refused(InputError, "lengths must be a series of whole numbers"):
+        stream_of([[1, 2], [3]])
 
 
 def test_windows_are_assigned_when_they_are_reached(monkeypatch):

@@ -351,7 +351,7 @@ def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
     )
 
 
-class Look(NamedTuple):
+class FolderLook(NamedTuple):
     """What a folder of images shows before a config is known."""
 
     class_names: tuple[str, ...]
@@ -362,7 +362,7 @@ class Look(NamedTuple):
     """One frame, height and width of the first image."""
 
 
-def look_at(folder: Path) -> Look | None:
+def look_at(folder: Path) -> FolderLook | None:
     """Looks at the images of a folder; None if it holds none, or the first is damaged."""
     with reading(folder):
         keys = [key for key in sorted(walk_files(folder)) if _suffix(key) in SUFFIXES]
@@ -374,7 +374,7 @@ def look_at(folder: Path) -> Look | None:
     except (UserError, IndexError):  # Opening the data says so.
         return None
     names = () if any("/" not in key for key in keys) else _class_names(keys)
-    return Look(names, 1 if all(grey) else 3, size)
+    return FolderLook(names, 1 if all(grey) else 3, size)
 
 
 def _is_grey(path: Path) -> bool:
