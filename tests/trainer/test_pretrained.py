@@ -327,6 +327,13 @@ def test_folder_without_a_config_raises(folder, content, named, tmp_path):
         read_description(tmp_path / folder if isinstance(folder, str) else folder)
 
 
+def test_run_in_the_place_of_a_model_names_the_two_ways_on(tmp_path):
+    save_config(gpt_tiny(), tmp_path / "config.json")
+    ways = (f"--run-dir {tmp_path} --allow-changes", f"trainer.gpt.export {tmp_path} exported")
+    with refused(UnsupportedError, *ways):
+        read_description(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_parts_of_weights_are_those_of_the_whole(name):
     config = make_config(REFERENCES / name)

@@ -135,6 +135,14 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         ImportError, ValueError, NotImplementedError: as `read_description`.
     """
     kind = values.get("model_type")
+    if kind is None and isinstance(values.get("model"), dict):
+        run = str(Path(name).parent)
+        raise UnsupportedError(
+            f"--init-from takes a model in the format of Hugging Face; got {name!r}, that of a run "
+            "of train.py. Go on with the run, optimizer and all, by --run-dir "
+            f"{run} --allow-changes with the flags to change; or begin a new one with its weights: "
+            f"python -m trainer.gpt.export {run} exported, then --init-from exported."
+        )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UnsupportedError(
             f"The architecture must be one of {', '.join(FAMILIES)}; got {name!r} with "
