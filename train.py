@@ -192,7 +192,7 @@ def _run_steps(loop: Any, done: int) -> bool:
                 trace.enter_context(jax.profiler.trace(config.run_dir / "profile"))
             loop.step(step)
             is_last = step == config.steps
-            if (step % config.evaluate_every == 0 or is_last) and not interrupted(step):
+            if (step % config.validation_every == 0 or is_last) and not interrupted(step):
                 loop.evaluate(step)
                 if not interrupted(step):
                     loop.read_metrics(all_steps=True, validation_loss=loop.validation_loss)

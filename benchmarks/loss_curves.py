@@ -36,7 +36,7 @@ REORDERED = "one device, sums in another order"
 # colour-blind readers: https://personal.sron.nl/~pault.
 RUNS: dict[str, dict[str, Any]] = {
     CONTROL: {},
-    REORDERED: {"accumulation": gpt_tiny().batch_size},
+    REORDERED: {"gradient_accumulation": gpt_tiny().batch_size},
     "Ring Attention (C = 1), 8 devices": {"devices": 8, "mesh": MeshConfig(c=1)},
     "StarTrail (C = 2), 8 devices": {"devices": 8, "mesh": MeshConfig(c=2)},
 }
@@ -69,7 +69,7 @@ def train_losses(name: str, steps: int) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = dict(
             devices=1, steps=steps, run_dir=Path(folder), checkpoint=CheckpointConfig(every=steps),
-            evaluate_every=steps, validation_sequences=2, sample_length=0, tensorboard=False,
+            validation_every=steps, validation_sequences=2, sample_length=0, tensorboard=False,
         )  # fmt: skip
         return np.array(train(replace(gpt_tiny(), **(common | RUNS[name]))).train)
 

@@ -53,7 +53,7 @@ def dit_1b() -> DiTTrainConfig:
         zero=3,
         tile=2048,
         log_every=10,
-        evaluate_every=500,
+        validation_every=500,
         validation_sequences=8,
         run_dir=Path("runs/dit_1b"),
     )

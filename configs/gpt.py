@@ -48,7 +48,7 @@ def gpt_3b() -> GPTTrainConfig:
             mlp_width=16_384,
             mlp="gelu",
             tied_head=True,
-            rope=RopeConfig(base=500_000.0),
+            rope=RopeConfig(bases=(500_000.0,)),
             dtype="bfloat16",
         ),
     )
@@ -70,7 +70,7 @@ def gpt_7b() -> GPTTrainConfig:
             kv_heads=32,
             head_dim=128,
             mlp_width=11_008,
-            rope=RopeConfig(base=500_000.0),
+            rope=RopeConfig(bases=(500_000.0,)),
             dtype="bfloat16",
         ),
     )
@@ -91,7 +91,7 @@ def llama3_8b() -> GPTTrainConfig:
             kv_heads=8,
             head_dim=128,
             mlp_width=14_336,
-            rope=RopeConfig(base=500_000.0),
+            rope=RopeConfig(bases=(500_000.0,)),
             dtype="bfloat16",
         ),
     )
@@ -104,7 +104,7 @@ def llama3_8b_1m() -> GPTTrainConfig:
     train.py llama3_8b_1m --init-from Llama-3.1-8B --model.rope.factor 64 --data.path FOLDER`. The
     node needs 0.6 TB of host memory.
     """
-    rope = RopeConfig(base=500_000.0, scaling="llama3", factor=64.0, original_length=8192)
+    rope = RopeConfig(bases=(500_000.0,), scaling="llama3", factor=64.0, original_length=8192)
     model = replace(llama3_8b().model, norm_eps=1e-5, rope=rope)
     return _million_tokens("llama3_8b_1m", model)
 
@@ -127,7 +127,9 @@ def qwen3_8b_1m() -> GPTTrainConfig:
             head_dim=128,
             mlp_width=12_288,
             qk_norm=True,
-            rope=RopeConfig(base=1_000_000.0, scaling="yarn", factor=32.0, original_length=32_768),
+            rope=RopeConfig(
+                bases=(1_000_000.0,), scaling="yarn", factor=32.0, original_length=32_768
+            ),
             dtype="bfloat16",
         ),
     )
@@ -148,7 +150,7 @@ def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
         zero=3,
         tile=2048,
         log_every=10,
-        evaluate_every=500,
+        validation_every=500,
         validation_sequences=8,
         run_dir=Path("runs") / name,
     )

@@ -133,7 +133,7 @@ def compile_gradients(program):
 
 # What no program is computed from; of `data`, only what follows below is.
 NOT_COMPUTED_FROM = {
-    *("run_dir", "checkpoint", "data", "evaluate_every", "validation_sequences", "log_every"),
+    *("run_dir", "checkpoint", "data", "validation_every", "validation_sequences", "log_every"),
     *("profile", "non_finite", "allow_changes", "sample_length", "tensorboard", "plan"),
     *("wandb", "mlflow", "mirror"),
 }

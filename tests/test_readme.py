@@ -208,7 +208,7 @@ CALLS = [
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with the files and runs that pages name, in which programs run."""
-    for name in ("FOLDER", "CHECKPOINT", "Qwen3-8B", "/shared/tokens"):
+    for name in ("FOLDER", "exported", "Qwen3-8B", "/shared/tokens"):
         folder = tmp_path / name.lstrip("/")
         folder.mkdir(parents=True)
         shutil.copyfile(PRETRAINED / "config.json", folder / "config.json")

@@ -48,6 +48,7 @@ def parse(
     kind: Any = Command[type(default)]
     registry = ConstructorRegistry()
     registry.struct_rule(_with_whole_lines)
+    registry.struct_rule(_in_boxes)
     try:
         with registry:
             return tyro.cli(
@@ -70,14 +71,40 @@ def _with_whole_lines(info: StructTypeInfo) -> StructConstructorSpec | None:
     for kind in reversed(info.type.__mro__[:-1]):
         for found in docstring_parser.parse_from_object(kind).params:
             docs[found.arg_name] = " ".join((found.description or "").split())
-    return StructConstructorSpec(
-        instantiate=info.type,
-        fields=tuple(
-            StructFieldSpec(x.name, types[x.name], getattr(given, x.name), docs.get(x.name))
-            for x in fields(info.type)
-            if x.init
-        ),
-    )
+    specs = {
+        x.name: StructFieldSpec(x.name, types[x.name], getattr(given, x.name), docs.get(x.name))
+        for x in fields(info.type)
+        if x.init
+    }
+    groups = {
+        title: [specs.pop(name) for name in names if name in specs]
+        for title, names in getattr(info.type, "groups_of_flags", {}).items()
+    }
+
+    def instantiate(**values: Any) -> Any:
+        for title in groups:
+            values |= values.pop(title)
+        return info.type(**values)
+
+    boxes = [_box(title, members) for title, members in groups.items()]
+    return StructConstructorSpec(instantiate, (*boxes, *specs.values()))
+
+
+class _Box(dict[str, StructFieldSpec]):
+    """Flags that stand together in the help, without a prefix."""
+
+
+def _box(title: str, members: list[StructFieldSpec]) -> StructFieldSpec:
+    box = _Box({member.name: member for member in members})
+    return StructFieldSpec(title, tyro.conf.OmitArgPrefixes[_Box], box, "")
+
+
+def _in_boxes(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """The flags of a box."""
+    if info.type is not _Box:
+        return None
+    box: Any = info.default
+    return StructConstructorSpec(dict, tuple(box.values()))
 
 
 def parse_run(

@@ -333,6 +333,19 @@ class TrainConfig:
     """Kind of the model: its name in `trainer.tasks.TASKS` and in config.json."""
     causal: ClassVar[bool]
     """Whether a token attends only to itself and to earlier tokens."""
+    groups_of_flags: ClassVar[dict[str, tuple[str, ...]]] = {
+        "run": (
+            *("steps", "batch_size", "seq_len", "size", "seed", "run_dir", "init_from", "mirror"),
+            *("allow_changes", "devices", "plan", "log_every", "tensorboard", "profile"),
+        ),
+        "memory": ("zero", "zero_axes", "remat", "offload", "tile", "gradient_accumulation"),
+        "evaluation": (
+            *("validation_every", "validation_sequences", "ema_decay"),
+            *("sample_length", "temperature"),
+        ),
+        "guards": ("non_finite", "non_finite_limit", "spike_factor"),
+    }
+    """Title in the help -> settings without a prefix, of all kinds of runs, in this order."""
 
     model: Any
     """Sizes of the model."""
@@ -374,7 +387,7 @@ class TrainConfig:
     tile: int | None = None
     """Largest number of tokens of a device that the loss processes at a time, and the MLP too if
     `remat` recomputes it; fewer tokens need less memory. The default is all tokens."""
-    accumulation: int = 1
+    gradient_accumulation: int = 1
     """Number of parts of a batch that are processed one after another (gradient accumulation); more
     parts need less memory."""
 
@@ -407,7 +420,7 @@ class TrainConfig:
     default is 50, or a twentieth of the steps if this is less."""
     tensorboard: bool = True
     """Whether to write metrics for TensorBoard in addition to metrics.jsonl."""
-    evaluate_every: int = 200
+    validation_every: int = 200
     """Number of steps between evaluations. An evaluation always follows the last step."""
     validation_sequences: int = 64
     """Number of held-out sequences or images in an evaluation, rounded up to whole batches. If
@@ -430,7 +443,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            *("batch_size", "accumulation", "log_every", "evaluate_every"),
+            *("batch_size", "gradient_accumulation", "log_every", "validation_every"),
             *("validation_sequences", "non_finite_limit", "devices", "tile"),
         ):
             if getattr(self, name) is not None:
@@ -442,12 +455,12 @@ class TrainConfig:
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise InputError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
-        parts = self.mesh.data * self.accumulation
+        parts = self.mesh.data * self.gradient_accumulation
         if self.batch_size % parts:
             raise InputError(
-                "batch_size must be divisible by mesh.data * accumulation; got "
+                "batch_size must be divisible by mesh.data * gradient_accumulation; got "
                 f"batch_size={self.batch_size}, mesh.data={self.mesh.data}, "
-                f"accumulation={self.accumulation}. Use batch_size="
+                f"gradient_accumulation={self.gradient_accumulation}. Use batch_size="
                 f"{-(-self.batch_size // parts) * parts}."
             )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:

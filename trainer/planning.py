@@ -90,7 +90,7 @@ class Planner:
         count = _SHOWN if config.plan == "show" else 2
         if lengths is None:
             found = self.forecasts(cluster, count, limit)
-            described = [_describe_forecast(x, config.accumulation) for x in found]
+            described = [_describe_forecast(x, config.gradient_accumulation) for x in found]
         else:
             whole = self.document_forecasts(cluster, lengths, count, limit)
             found = [x.mesh for x in whole]
@@ -142,8 +142,9 @@ class Planner:
             )
         else:
             best = found[0].degrees
+            parts = config.gradient_accumulation
             described = [
-                f"{x.label} ({x.scheme}), predicted {show_seconds(config.accumulation * x.seconds)}"
+                f"{x.label} ({x.scheme}), predicted {show_seconds(parts * x.seconds)}"
                 for x in found
             ]
             line = "; the runner-up: ".join(described)
@@ -214,7 +215,7 @@ class Planner:
         """All candidates, and the fastest mesh of each of so many kinds that the run can have."""
         config = self.config
         limit = int(jax_share() * cluster.gpu.memory_bytes) if limit is None else limit
-        batch = config.batch_size // config.accumulation
+        batch = config.batch_size // config.gradient_accumulation
         objective = self.task.make_objective(config)
         call = Call(model=objective.sizes, seq_len=config.num_tokens, batch=batch, **of_call)
         given = given_to_plan(config.mesh)

@@ -60,7 +60,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     flags |= {"zero": choice.savings.zero, "remat": choice.savings.remat, "tile": choice.tile}
     if model.from_run:
         # What the plan assumes, and the run may have set otherwise.
-        flags |= {"accumulation": 1, "zero-axes": "data group ring team head"}
+        flags |= {"gradient-accumulation": 1, "zero-axes": "data group ring team head"}
         flags |= {"devices": None, "mesh.c": None, "mesh.devices-per-node": None}
         flags["attention.keep-gathered"] = False
     flags["offload"] = choice.savings.offload
@@ -153,12 +153,8 @@ def _model_flags(model: ModelSizes, base: ModelSizes) -> dict[str, Any]:
     flags["model.tied-head"] = model.tied_head
     if model.qk_norm != base.qk_norm:
         flags["model.qk-norm"] = model.qk_norm
-    windows = ["none" if x is None else x for x in model.windows]
-    if len(windows) == 1:
-        flags["model.window"] = model.windows[0]
-        # The list of a run takes the place of its one window, be it of one entry.
-        return flags | ({"model.windows": None} if model.from_run else {})
-    return flags | {"model.window": None, "model.windows": " ".join(map(str, windows))}
+    windows = ("none" if x is None else str(x) for x in model.windows)
+    return flags | {"model.windows": " ".join(windows)}
 
 
 def _new_folder(base: str, call: Call) -> str:

@@ -77,7 +77,7 @@ def opened(config, seq_len=32, vocab_size=256, layout=NATURAL, cache=None):
 
 
 def of_completions(path, **changes):
-    return DataConfig(path=path, loss_on="completion", held_out=0.2, **changes)
+    return DataConfig(path=path, loss_on="completion", validation_fraction=0.2, **changes)
 
 
 def template(source, **tokens):
@@ -208,7 +208,7 @@ def test_token_across_the_border_counts(tmp_path):
         data = write(tmp_path / "data.jsonl", *records)
         config = of_completions(data, validation_path=data.with_name("b.jsonl"), tokenizer=path)
         config.validation_path.write_text(data.read_text())
-        found = opened(dataclasses.replace(config, held_out=0.05))
+        found = opened(dataclasses.replace(config, validation_fraction=0.05))
         row = found.train[0]
         assert f", {20 * row.counted[row.examples == 0].sum()} of them counted" in found.description
         ids = row.tokens[row.counted & (row.examples == 0)]
@@ -325,7 +325,7 @@ def test_options_and_files_that_do_not_fit_raise(tmp_path):
         (of_completions(text), 32, "the data must"),
         (of_completions(path, text_key="prompt"), 32, "loss_on='completion'"),
         (of_completions(path, chat_template=text), 32, "data.chat_template must"),
-        (one, 32, "data.held_out must"),
+        (one, 32, "data.validation_fraction must"),
         (of_completions(path), 3, "seq_len=3"),
         (of_completions(path, longest_document=4), 32, "longest_document=4"),
     ):
@@ -382,7 +382,7 @@ def example_of(record, tmp_path, tokenizer, **changes):
     path = write(tmp_path / "a.jsonl", record)
     held_out = write(tmp_path / "b.jsonl", record)
     config = of_completions(path, validation_path=held_out, tokenizer=tokenizer, **changes)
-    row = opened(dataclasses.replace(config, held_out=0.05), seq_len=400).train[0]
+    row = opened(dataclasses.replace(config, validation_fraction=0.05), seq_len=400).train[0]
     return row.tokens[row.examples == 0], row.counted[row.examples == 0]
 
 

@@ -150,7 +150,7 @@ def test_default_degrees_count_what_the_layers_of_a_pattern_send(
     """In rings, windows leave rounds out: rings get cheap, and what a team gathers does not."""
     base = gpt_7b()
     pattern, _, exchange = (windows or "").partition(" in ")
-    model = dataclasses.replace(base.model, windows=WINDOWS.get(pattern))
+    model = dataclasses.replace(base.model, windows=WINDOWS.get(pattern, ("none",)))
     attention = AttentionConfig(exchange=exchange or "auto")
     # No multiple of twice the devices: rows are padded.
     config = dataclasses.replace(base, seq_len=131_000, model=model, attention=attention)
@@ -222,7 +222,10 @@ def test_benchmark_takes_the_mesh_of_fewest_bytes_and_refuses_what_train_refuses
     assert peak == formula
     with pytest.raises(SystemExit):
         arithmetic("--mesh.data", "2")
-    assert "batch_size must be divisible by mesh.data * accumulation" in capsys.readouterr().err
+    assert (
+        "batch_size must be divisible by mesh.data * gradient_accumulation"
+        in capsys.readouterr().err
+    )
     with pytest.raises(InputError, match=r"heads must be divisible by head \* tensor"):
         arithmetic("--mesh.tensor", "64", "--mesh.c", "1")
 

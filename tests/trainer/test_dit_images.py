@@ -29,7 +29,7 @@ def make_config(path=None, *, size=(1, HEIGHT, WIDTH), classes=0, channels=3, **
         channels=channels, classes=classes, caption_length=length, patch=(1, 1, 1),
         width=8, layers=1, heads=1, mlp_width=8,
     )  # fmt: skip
-    data = ImageConfig(path=path, **{"held_out": 0.25} | options)
+    data = ImageConfig(path=path, **{"validation_fraction": 0.25} | options)
     return replace(dit_digits(), model=model, data=data, size=size)
 
 
@@ -93,7 +93,10 @@ def test_digits_are_images_with_labels_and_captions():
 
 
 def test_held_out_is_a_share_that_stays_the_same():
-    opened, again = open_digits(held_out=0.1, classes=0), open_digits(held_out=0.1)
+    opened, again = (
+        open_digits(validation_fraction=0.1, classes=0),
+        open_digits(validation_fraction=0.1),
+    )
     assert (len(opened.train), len(opened.held_out)) == (1617, 180)
     assert set(opened.train.numbers) | set(opened.held_out.numbers) == set(range(1797))
     np.testing.assert_array_equal(opened.held_out.numbers, again.held_out.numbers)
@@ -108,7 +111,7 @@ def test_held_out_is_a_share_that_stays_the_same():
 
 @pytest.mark.parametrize(("held_out", "count"), [(0.01, 1), (0.99, 3)])
 def test_there_is_something_to_train_on_and_something_held_out(folder, held_out, count):
-    opened = open_images(folder, held_out=held_out)
+    opened = open_images(folder, validation_fraction=held_out)
     assert (len(opened.train), len(opened.held_out)) == (4 - count, count)
     with pytest.raises(IndexError):
         opened.held_out[count]

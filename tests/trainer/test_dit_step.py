@@ -77,7 +77,7 @@ SETTINGS = {
         *(st.Degrees(data=2, team=2, ring=2), {"zero": 3, "remat": "attention_saved"}),
     ),
     "tensor, zero 2, tiled, accumulation": (
-        *(st.Degrees(tensor=2, team=2), {"zero": 2, "tile": 8, "accumulation": 2}),
+        *(st.Degrees(tensor=2, team=2), {"zero": 2, "tile": 8, "gradient_accumulation": 2}),
     ),
     "zero 3, products saved": (st.Degrees(ring=2), {"zero": 3, "remat": "products_saved"}),
 }
@@ -134,7 +134,7 @@ def batch_of_size(program, step):
 
 SEVERAL = {
     "data, zero 3, accumulation": (
-        *(SIZES, st.Degrees(data=2, ring=4), {"zero": 3, "accumulation": 2}),
+        *(SIZES, st.Degrees(data=2, ring=4), {"zero": 3, "gradient_accumulation": 2}),
     ),
     "tensor, zero 1, with text": (SIZES_WITH_TEXT, st.Degrees(tensor=2, team=2), {"zero": 1}),
 }

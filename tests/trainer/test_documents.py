@@ -143,7 +143,9 @@ def test_documents_are_cut_at_the_longest_and_at_ends_of_streams():
 def test_log_of_rows_says_what_whole_documents_would_save(tmp_path, flags, degree):
     """40 documents of 4 tokens and 10 of 30, in rows of 32."""
     np.save(tmp_path / "a.npy", text([4] * 42 + [30] * 10).tokens)
-    given = DataConfig(path=tmp_path / "a.npy", end_of_document=END, held_out=0.02, **flags)
+    given = DataConfig(
+        path=tmp_path / "a.npy", end_of_document=END, validation_fraction=0.02, **flags
+    )
     if given.mask_documents is False:
         given = dataclasses.replace(given, end_of_document=None)
     config = dataclasses.replace(CONFIG, data=given, seq_len=32, run_dir=tmp_path / "run")
@@ -463,7 +465,7 @@ def test_other_devices_go_on_with_all_documents_once(degrees):
     others.close()
 
 
-@pytest.mark.parametrize("windows", [None, (8, "none"), (16, 8)], ids=str)
+@pytest.mark.parametrize("windows", [("none",), (8, "none"), (16, 8)], ids=str)
 def test_a_document_costs_what_its_layers_compute(windows):
     model = dataclasses.replace(CONFIG.model, windows=windows)
     program = make_program(st.Degrees(ring=4), model=model)
@@ -474,7 +476,7 @@ def test_a_document_costs_what_its_layers_compute(windows):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"accumulation": 2}, {"attention": AttentionConfig(inner=2)}], ids=str
+    "changes", [{"gradient_accumulation": 2}, {"attention": AttentionConfig(inner=2)}], ids=str
 )
 def test_settings_that_documents_cannot_have_are_refused(changes):
     with refused(InputError, "of a"):

@@ -33,13 +33,13 @@ def test_flops_are_those_of_the_matrix_products():
 
 
 def test_window_leaves_fewer_keys():
-    windowed = flops_of(replace(CONFIG, window=4), 10)
+    windowed = flops_of(replace(CONFIG, windows=(4,)), 10)
     # Of the 10 + 9 + ... + 1 pairs, 6 + 5 + ... + 1 are hidden.
     hidden = 21 / 10
     assert flops_of(CONFIG, 10) - windowed == pytest.approx(3 * 3 * 4 * 40 * hidden)
     pattern = flops_of(replace(CONFIG, windows=(4, "none")), 10)
     assert flops_of(CONFIG, 10) - pattern == pytest.approx(3 * 2 * 4 * 40 * hidden)
-    assert flops_of(replace(CONFIG, window=99), 10) == flops_of(CONFIG, 10)
+    assert flops_of(replace(CONFIG, windows=(99,)), 10) == flops_of(CONFIG, 10)
 
 
 def test_flops_of_a_forward_pass_agree_with_the_compiler():

@@ -160,7 +160,7 @@ def test_saved_by_remat():
     assert kept[name] == 2 * unit + lse + 12 * unit
     two = saved("attention_saved", batch_size=2)
     assert two[name] == 2 * (2 * unit + lse)
-    parts = saved("attention_saved", batch_size=2, accumulation=2)
+    parts = saved("attention_saved", batch_size=2, gradient_accumulation=2)
     assert parts[name] == 2 * unit + lse
     offloaded = saved("attention_saved", offload=True)
     assert offloaded.host_bytes == 2 * unit + lse
@@ -341,7 +341,7 @@ def test_gradients_and_moved_weights_are_of_different_phases():
     assert found == {FORWARD: moved, LOSS: moved}
     (phase,) = (part.phase for part in layers.parts if part.name == "gradients")
     assert phase == LAYER
-    parts = footprint(dataclasses.replace(config, accumulation=2), STARTRAIL).parts
+    parts = footprint(dataclasses.replace(config, gradient_accumulation=2), STARTRAIL).parts
     (phase,) = (part.phase for part in parts if part.name == "gradients")
     assert phase is None
     assert footprint(dataclasses.replace(config, zero=3), STARTRAIL)["weights, moved"] == 0

@@ -107,7 +107,7 @@ def tokenizer(tmp_path):
 
 
 def test_standard_library_split_is_that_of_earlier_results_whatever_other_files(use_library):
-    opened = open_corpus(None, held_out=0.05)
+    opened = open_corpus(None, validation_fraction=0.05)
     train, held_out = texts(opened.train), texts(opened.held_out)
     assert sorted(train + held_out) == sorted(b"# %d\n" % index for index in range(97))
     # Those whose path has a CRC-32 divisible by 20.
@@ -117,7 +117,7 @@ def test_standard_library_split_is_that_of_earlier_results_whatever_other_files(
     assert f"{len(held_out)} documents" in opened.description
     for index in range(0, 97, 2):
         (use_library / f"module_{index}.py").unlink()
-    after = texts(open_corpus(None, held_out=0.05).held_out)
+    after = texts(open_corpus(None, validation_fraction=0.05).held_out)
     assert after == [text for text in held_out if int(text[2:]) % 2]
     for path in use_library.rglob("*.py"):
         path.unlink()
@@ -126,7 +126,7 @@ def test_standard_library_split_is_that_of_earlier_results_whatever_other_files(
 
 
 def test_standard_library_of_this_interpreter_is_large():
-    opened = open_corpus(None, held_out=0.05)
+    opened = open_corpus(None, validation_fraction=0.05)
     (train,), (held_out,) = opened.train, opened.held_out
     assert len(train) > 1_000_000
     assert 0.01 < len(held_out) / len(train) < 0.2
@@ -151,15 +151,15 @@ def test_folder_is_read_in_order_with_links_and_without_hidden_files(tmp_path):
 
 
 def test_held_out_documents_are_about_the_share_and_nested_wherever_the_folder_is(many, tmp_path):
-    few = texts(open_corpus(many, held_out=0.05).held_out)
-    more = open_corpus(many, held_out=0.3)
+    few = texts(open_corpus(many, validation_fraction=0.05).held_out)
+    more = open_corpus(many, validation_fraction=0.3)
     assert 3 <= len(few) <= 20
     assert 40 <= len(texts(more.held_out)) <= 80
     assert set(few) < set(texts(more.held_out))
     found = sorted(texts(more.train) + texts(more.held_out))
     assert found == sorted(b"text %d" % index for index in range(200))
     many.rename(tmp_path / "moved")
-    assert texts(open_corpus(tmp_path / "moved", held_out=0.05).held_out) == few
+    assert texts(open_corpus(tmp_path / "moved", validation_fraction=0.05).held_out) == few
 
 
 def test_single_text_file_holds_out_its_end(tmp_path):
@@ -168,18 +168,18 @@ def test_single_text_file_holds_out_its_end(tmp_path):
     for end, vocab_size in ((0, 256), (256, 257)):
         # A token beyond them may end documents of bytes.
         options = {"end_of_document": 256} if end else {}
-        opened = open_corpus(path, held_out=0.2, vocab_size=vocab_size, **options)
+        opened = open_corpus(path, validation_fraction=0.2, vocab_size=vocab_size, **options)
         assert ids(opened.train) == [[*b"0123456\xc3\xa9", end]]
         assert ids(opened.held_out) == [[*b"\xc3\xa9\xc3\xa9", end]]
     path.write_bytes(b"ab\0cdefghi")
-    opened = open_corpus(path, held_out=0.2, vocab_size=257, end_of_document=256)
+    opened = open_corpus(path, validation_fraction=0.2, vocab_size=257, end_of_document=256)
     assert ids(opened.train) == [[*b"ab\0cdefg", 256]]
 
 
 def test_chunks_keep_the_order(many, monkeypatch):
-    whole = open_corpus(many, held_out=0.2)
+    whole = open_corpus(many, validation_fraction=0.2)
     monkeypatch.setattr(encoding, "CHUNK", 20)
-    chunked = open_corpus(many, held_out=0.2)
+    chunked = open_corpus(many, validation_fraction=0.2)
     assert ids(chunked.train) == ids(whole.train)
     assert ids(chunked.held_out) == ids(whole.held_out)
 
@@ -193,13 +193,17 @@ def test_bytes_decode_any_token(end):
 def test_jsonl_has_a_document_a_line_and_a_split_that_no_other_line_changes(tmp_path):
     given = [json.dumps({"body": f"text {index}", "id": index}) for index in range(100)]
     path = write_lines(tmp_path / "a.jsonl", [*given[:50], "", "  ", *given[50:]])
-    opened = open_corpus(path, text_key="body", held_out=0.2)
+    opened = open_corpus(path, text_key="body", validation_fraction=0.2)
     train, held_out = texts(opened.train), texts(opened.held_out)
     assert 8 <= len(held_out) <= 35
     assert sorted(train + held_out) == sorted(b"text %d" % index for index in range(100))
-    before = texts(open_corpus(write_lines(path, given), text_key="body", held_out=0.2).held_out)
+    before = texts(
+        open_corpus(write_lines(path, given), text_key="body", validation_fraction=0.2).held_out
+    )
     given[::2] = [""] * 50
-    after = texts(open_corpus(write_lines(path, given), text_key="body", held_out=0.2).held_out)
+    after = texts(
+        open_corpus(write_lines(path, given), text_key="body", validation_fraction=0.2).held_out
+    )
     assert after == [text for text in before if int(text[5:]) % 2]
 
 
@@ -244,7 +248,7 @@ def test_npy_holds_out_the_end_of_each_file(tmp_path):
     contents = (np.arange(10, dtype=np.uint16), np.arange(20, 40, dtype=">i8"), np.arange(1))
     for name, tokens in zip("abc", contents, strict=True):
         np.save(tmp_path / f"{name}.npy", tokens)
-    opened = open_corpus(tmp_path, held_out=0.3, vocab_size=40, end_of_document=7)
+    opened = open_corpus(tmp_path, validation_fraction=0.3, vocab_size=40, end_of_document=7)
     assert ids(opened.train) == [[*range(7)], [*range(20, 34)], [0]]
     assert ids(opened.held_out) == [[7, 8, 9], [*range(34, 40)]]
     assert (opened.end_of_document, opened.decode, opened.unit) == (7, None, "token")
@@ -274,7 +278,7 @@ def test_token_beyond_the_vocabulary_raises_when_opened(tmp_path, token):
     tokens[93] = token
     np.save(tmp_path / "a.npy", tokens)
     with refused(InputError, f"got id {token} at token 93 of '", "a.npy' with vocab_size=40"):
-        open_corpus(tmp_path, held_out=0.2, vocab_size=40)
+        open_corpus(tmp_path, validation_fraction=0.2, vocab_size=40)
 
 
 def test_token_beyond_the_vocabulary_raises_when_read(tmp_path, monkeypatch):
@@ -282,7 +286,7 @@ def test_token_beyond_the_vocabulary_raises_when_read(tmp_path, monkeypatch):
     tokens = np.zeros(200, np.int32)
     tokens[[50, 160]] = 40
     np.save(tmp_path / "a.npy", tokens)
-    opened = open_corpus(tmp_path, held_out=0.5, vocab_size=40)
+    opened = open_corpus(tmp_path, validation_fraction=0.5, vocab_size=40)
     assert not opened.train[0].read(10, 50).any()
     with refused(InputError, "Token ids must"):
         opened.train[0].read(45, 55)
@@ -372,8 +376,8 @@ def test_parts_by_name_are_split_as_meant(tmp_path, train, held_out):
     assert ids(opened.held_out) == found[-1:]
     assert f"held out from '{held_out[0]}'; 4 other files left out" in opened.description
     assert "'input.txt', 'meta.pkl'" in opened.description
-    with refused(InputError, "data.held_out must"):
-        open_corpus(tmp_path, held_out=0.3)
+    with refused(InputError, "data.validation_fraction must"):
+        open_corpus(tmp_path, validation_fraction=0.3)
 
 
 def test_parts_by_name_may_be_text(tmp_path):
@@ -393,7 +397,7 @@ def test_other_names_do_not_split(tmp_path, names):
     for name in names:
         (tmp_path / name).write_text(name)
     write(tmp_path, other_txt=b"other")
-    opened = open_corpus(tmp_path, held_out=0.5)
+    opened = open_corpus(tmp_path, validation_fraction=0.5)
     assert len(texts(opened.train)) + len(texts(opened.held_out)) == 3
 
 
@@ -407,25 +411,27 @@ def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch,
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
     for cut in range(1, 5):
-        opened = open_corpus(path, held_out=1 - cut / 5)
+        opened = open_corpus(path, validation_fraction=1 - cut / 5)
         assert ids(opened.train) == [[*text[:cut].encode(), 0]]
         assert ids(opened.held_out) == [[*text[cut:].encode(), 0]]
     for mark in ("\ufeff", "\ufeff\ufeff"):
         path.write_text(mark + text, encoding="utf-8")
-        assert ids(open_corpus(path, held_out=0.2).train) == [[*(mark[1:] + text[:4]).encode(), 0]]
+        assert ids(open_corpus(path, validation_fraction=0.2).train) == [
+            [*(mark[1:] + text[:4]).encode(), 0]
+        ]
     for wrong in (text.encode() + b"c\xe9d", text.encode() + b"\xe6\xbc", b"abc\0d"):
         path.write_bytes(wrong)
         with refused(InputError, "Text must"):
-            open_corpus(path, held_out=0.2)
+            open_corpus(path, validation_fraction=0.2)
     for order in ("utf-16", "utf-16-be"):
         path.write_bytes(("\ufeff" * (order != "utf-16") + text).encode(order))
         with refused(InputError, "Text must be UTF-8", "as files of UTF-16 begin"):
-            open_corpus(path, held_out=0.2)
+            open_corpus(path, validation_fraction=0.2)
 
 
 def test_byte_order_mark_of_records_is_no_part_of_them(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abcd"}\n', encoding="utf-8-sig")
-    assert ids(open_corpus(tmp_path, held_out=0.5).train) == [[97, 98, 0]]
+    assert ids(open_corpus(tmp_path, validation_fraction=0.5).train) == [[97, 98, 0]]
 
 
 # Wrong data.
@@ -483,16 +489,16 @@ WRONG_DATA = [
     # What is held out.
     (TWO, "a.txt", dict(validation_path=""), "data.path must"),
     # Of one character each, so that only whole documents can be held out.
-    *[({"a_txt": b"a", "b_txt": b"b"}, "", dict(held_out=x), "data.held_out must")
+    *[({"a_txt": b"a", "b_txt": b"b"}, "", dict(validation_fraction=x), "fraction must leave")
       for x in (0.999, 0.001)],
-    (data_are(b"a"), "", {}, "data.held_out must"),
-    ({"c_npy": npy(np.zeros(3, int))}, "c.npy", dict(held_out=0.1), "data.held_out must"),
+    (data_are(b"a"), "", {}, "data.validation_fraction must"),
+    ({"c_npy": npy(np.zeros(3, int))}, "c.npy", dict(validation_fraction=0.1), "must leave some"),
     # Options that do nothing.
     *[
         (TWO, "", options, f"data.{next(iter(options))} must be left out where it has no effect")
         for options in (
             *(dict(bin_dtype="int32"), dict(text_key="body")),
-            dict(held_out=0.3, validation_path="a.txt"),
+            dict(validation_fraction=0.3, validation_path="a.txt"),
         )
     ],
     # Paths.
@@ -513,7 +519,7 @@ WRONG_DATA = [
     *[({"a_txt_gz": x}, "", {}, "a.txt.gz") for x in (b"no gzip", GZIP[:-9])],
     (data_are("caf\u00e9".encode("latin-1")), "", {}, "Text must"),
     ({"a_jsonl": b'{"text": "one"}\n{"text": "caf\xe9"}\n'}, "", {}, "Text must"),
-    (data_are(b"ab\0c"), "", dict(held_out=0.3), "Text must"),
+    (data_are(b"ab\0c"), "", dict(validation_fraction=0.3), "Text must"),
     *[({"a_jsonl": lines('{"text": "one"}', "", x)}, "", {}, named) for x, named in WRONG_LINES],
 ]  # fmt: skip
 
@@ -580,7 +586,7 @@ def test_few_documents_hold_out_the_end_of_each_if_none_falls_to_a_part(tmp_path
     names = [x for x in (f"{i}.txt" for i in range(100, 200)) if share_of_key(x) >= 0.05]
     write_documents(tmp_path, kind, dict(zip(names, letters, strict=False)))
     held_out = 0.05 if kind == "txt" else 0.01
-    opened = open_corpus(tmp_path, held_out=held_out)
+    opened = open_corpus(tmp_path, validation_fraction=held_out)
     cut = round(100 * (1 - held_out))
     assert sorted(texts(opened.train)) == [x[:cut] for x in letters]
     assert sorted(texts(opened.held_out)) == [x[cut:] for x in letters]
@@ -593,7 +599,7 @@ def test_short_documents_leave_a_character_to_each_part(tmp_path, held_out, kind
     monkeypatch.setattr(encoding, "share_of_key", lambda key: 0.99999)
     whole = [bytes([ord("a") + i]) * size for i, size in enumerate([0, 1, 2, 3, 10])]
     write_documents(tmp_path, kind, {f"{i}.txt": text for i, text in enumerate(whole)})
-    opened = open_corpus(tmp_path, held_out=held_out)
+    opened = open_corpus(tmp_path, validation_fraction=held_out)
     train, rest = (b"".join(texts(x)) for x in (opened.train, opened.held_out))
     assert b"".join(sorted(x[:1] for x in whole if len(x) > 1)) == bytes(sorted(set(rest)))
     for text in whole:

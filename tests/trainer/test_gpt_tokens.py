@@ -185,7 +185,7 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
 
 
 def open_text_corpus(path, tokenizer, folder, *, vocab_size=400, **options):
-    config = DataConfig(path=path, tokenizer=tokenizer, **{"held_out": 0.2} | options)
+    config = DataConfig(path=path, tokenizer=tokenizer, **{"validation_fraction": 0.2} | options)
     return open_corpus(config, vocab_size=vocab_size, cache=folder)
 
 
@@ -244,7 +244,7 @@ def test_whatever_changes_tokens_makes_new_ones(text, tokenizer, tmp_path, encod
         return len(encoded)
 
     assert again() == 30
-    assert again(held_out=0.3) == 30
+    assert again(validation_fraction=0.3) == 30
     assert again(end_of_document=7) == 30
     before = (text / "3.txt").read_bytes()
     (text / "3.txt").write_bytes(before.replace(b"e", b"o", 1))
@@ -351,7 +351,7 @@ def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypa
     with refused(StorageError, "Files must be written"):
         open_text_corpus(text, tokenizer, tmp_path / "cache")
     with refused(StorageError, "Files must be written"):
-        main([str(text), str(tmp_path / "cache" / "out"), "--held-out", "0.2"])
+        main([str(text), str(tmp_path / "cache" / "out"), "--validation-fraction", "0.2"])
     np.save(tmp_path / "a.npy", np.arange(100))
     with refused(InputError, "data.cache must"):
         open_corpus(DataConfig(path=tmp_path / "a.npy", cache=tmp_path), vocab_size=100)
@@ -372,7 +372,7 @@ def test_run_caches_tokens_beside_its_folder(text, tokenizer, tmp_path):
     config = dataclasses.replace(
         recipe,
         model=dataclasses.replace(recipe.model, vocab_size=400),
-        data=DataConfig(path=text, tokenizer=tokenizer, held_out=0.2),
+        data=DataConfig(path=text, tokenizer=tokenizer, validation_fraction=0.2),
         seq_len=8,
         sample_length=0,
         run_dir=tmp_path / "runs" / "mine",
@@ -388,7 +388,7 @@ def test_run_caches_tokens_beside_its_folder(text, tokenizer, tmp_path):
 def test_bytes_are_cached_on_request_only(text, tmp_path):
     opened = open_text_corpus(text, None, tmp_path / "cache", vocab_size=256)
     assert not (tmp_path / "cache").exists()
-    asked = DataConfig(path=text, held_out=0.2, cache=tmp_path / "cache")
+    asked = DataConfig(path=text, validation_fraction=0.2, cache=tmp_path / "cache")
     for _ in range(2):
         assert tokens_of(open_corpus(asked, vocab_size=256)) == tokens_of(opened)
     (folder,) = (tmp_path / "cache").glob("*/train.npy")
@@ -413,7 +413,7 @@ def test_digest_tells_other_text_and_other_tokens(text, tokenizer, tmp_path):
 
 def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
     out = tmp_path / "tokens" / "texts"
-    main([str(text), str(out), "--tokenizer", str(tokenizer), "--held-out", "0.2"])
+    main([str(text), str(out), "--tokenizer", str(tokenizer), "--validation-fraction", "0.2"])
     printed = capsys.readouterr()
     command = printed.out.removeprefix("next: python train.py ").split()
     assert "documents to train on" in printed.err
@@ -435,7 +435,10 @@ def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
         ("a.npy out", r"IN must be text; got npy files in '.*a.npy'. They hold tokens already"),
         ("texts out --tokenizer none", r"must be a Hugging Face tokenizer.json; got 'none'"),
         ("texts out --text-key body", r"data.text_key must be left out where it has no effect"),
-        ("one out --held-out 0.0001", r"got 1 and 0 tokens.*Give more data, or --validation-path"),
+        (
+            "one out --validation-fraction 0.0001",
+            r"got 1 and 0 tokens.*Give more data, or --validation-path",
+        ),
     ],
 )
 def test_wrong_command_raises(text, tmp_path, monkeypatch, arguments, message):

@@ -87,7 +87,7 @@ def test_adapters_begin_with_the_logits_of_the_model_bit_for_bit():
     [
         (
             st.Degrees.startrail(8, c=2),
-            dict(zero=2, accumulation=2, remat="attention_saved", tile=8),
+            dict(zero=2, gradient_accumulation=2, remat="attention_saved", tile=8),
         ),
         (st.Degrees(data=2, ring=2, tensor=2), dict(zero=3)),
         (st.Degrees(head=2, tensor=4), dict(zero=1, remat="full")),
@@ -246,9 +246,9 @@ def test_adapters_of_a_model_that_flags_changed_are_not_exported_without_it(run,
     """PEFT would put them on the model of the folder, which computes something else."""
     config, _ = run
     rope = RopeConfig(scaling="linear", factor=2.0)
-    changed = dataclasses.replace(config.model, rope=rope, window=5)
+    changed = dataclasses.replace(config.model, rope=rope, windows=(5,))
     other = dataclasses.replace(config, model=changed)
-    match = r"with window=None there and 5 here, .*rope.scaling=none there and linear.*Use --merge"
+    match = r"with windows=none there and 5 here, .*rope.scaling=none there and linear.*Use --merge"
     with pytest.raises(InputError, match=match):
         export_run(config.run_dir, other, tmp_path / "out")
     # Types of activations are no part of the model.

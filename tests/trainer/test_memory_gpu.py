@@ -35,7 +35,7 @@ ATTENTION, ITS_GRADIENTS = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 def compiled(degrees=STARTRAIL, vocab_size=2048, width=1024, **changes):
     """A program, and its compiled loss and gradients, one sequence at a time, for 8 GPUs."""
     changes = {"zero": 3, "remat": "attention_saved"} | changes
-    parts = changes.get("accumulation", 1)
+    parts = changes.get("gradient_accumulation", 1)
     config = make_config(
         MODEL | {"vocab_size": vocab_size, "width": width},
         seq_len=TOKENS * degrees.sequence, batch_size=degrees.data * parts,
@@ -163,7 +163,7 @@ def test_level_3_gathers_bfloat16_in_both_passes_and_sums_float32_by_layers():
 
 def test_level_1_gathers_bfloat16_and_sums_float32_once_after_all_parts():
     layers, ends = parameters()
-    setting = {"zero": 1, "accumulation": 2}
+    setting = {"zero": 1, "gradient_accumulation": 2}
     assert sent("all_gather", EVERYWHERE, **setting) == 7 * sum(gathered()) // 8
     for where in (ENTRY, None):
         assert sent("reduce_scatter", EVERYWHERE, where, **setting) == 7 * 4 * (layers + ends) // 8

@@ -180,11 +180,11 @@ def checked(command, num_gpus):
 def odd_run(folder):
     """A run whose settings do not suit the plan, in a folder of its own."""
     config = dataclasses.replace(
-        RECIPES["gpt_tiny"](), batch_size=8, accumulation=4, zero=1, zero_axes=("data",),
+        RECIPES["gpt_tiny"](), batch_size=8, gradient_accumulation=4, zero=1, zero_axes=("data",),
         devices=3, sample_length=1000, attention=AttentionConfig(keep_gathered=True),
         mesh=MeshConfig(data=2, c=2, devices_per_node=2, order=("head_first",)),
     )  # fmt: skip
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, window=300))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, windows=(300,)))
     folder.mkdir()
     save_config(config, folder / "config.json")
     return folder / "config.json"
@@ -204,22 +204,22 @@ TWO_NODES = "--nodes 2 --gpus-per-node 2 --gpu h200 --port 50GB/s"
         (CLUSTER, "hugging face", "--half-duplex --latency 20us --seq-len 128K", {}),
         (CLUSTER, "flags", "--inside 100GB/s --zero 0 --remat none --seq-len 128K", {}),
         (CLUSTER, "run", "--ports 1 --tensor 2 --zero 1 --remat full --seq-len 128K", {}),
-        (TWO_NODES, "odd run", "--seq-len 512 --nodes 1", dict(layers=4, window=300)),
+        (TWO_NODES, "odd run", "--seq-len 512 --nodes 1", dict(layers=4, windows=(300,))),
         (TWO_NODES, "dit_1b", "--layers 12 --width 768 --heads 12", dict(layers=12, channels=16)),
         (TWO_NODES, "gpt_7b", "--layers 2", dict(layers=2, width=4096, tied_head=False)),
         (TWO_NODES, "gpt_3b", "--layers 2", dict(layers=2, mlp="gelu", tied_head=True)),
-        (TWO_NODES, "odd run", "--zero 0 --remat full --layers 2", dict(layers=2, window=300)),
-        (TWO_NODES, "mistral", "--seq-len 64K", dict(layers=36, window=4096)),
+        (TWO_NODES, "odd run", "--zero 0 --remat full --layers 2", dict(layers=2, windows=(300,))),
+        (TWO_NODES, "mistral", "--seq-len 64K", dict(layers=36, windows=(4096,))),
         (TWO_NODES, "qwen3_8b", "--layers 2 --seq-len 64K", dict(layers=2, qk_norm=True)),
         (
             *(TWO_NODES, "gpt_7b", "--layers 4 --windows 512 1K none --qk-norm --seq-len 64K"),
-            dict(windows=(512, 1024, "none"), window=None, qk_norm=True),
+            dict(windows=(512, 1024, "none"), qk_norm=True),
         ),
         (
             *(TWO_NODES, "odd run", "--windows 30 none --seq-len 512"),
-            dict(windows=(30, "none"), window=None),
+            dict(windows=(30, "none")),
         ),
-        (TWO_NODES, "odd run", "--windows none --seq-len 512", dict(windows=None, window=None)),
+        (TWO_NODES, "odd run", "--windows none --seq-len 512", dict(windows=("none",))),
     ],
 )
 def test_pasted_commands_give_the_setting_and_pass_the_checks_of_a_step(
@@ -247,7 +247,7 @@ def test_pasted_commands_give_the_setting_and_pass_the_checks_of_a_step(
     assert plan["command"].endswith(" --distributed") == (nodes > 1)
     assert not config.run_dir.exists()
     if kind == "odd run":
-        assert (config.batch_size, config.accumulation, config.devices) == (8, 1, None)
+        assert (config.batch_size, config.gradient_accumulation, config.devices) == (8, 1, None)
         assert not config.attention.keep_gathered
         assert config.run_dir.parent == tmp_path
 
@@ -301,7 +301,10 @@ def test_windows_of_layers_are_read(tmp_path, capsys):
     run = odd_run(tmp_path / "run")
     values = json.loads(run.read_text())
     assert find_model(str(run)).windows == (300,)
-    values["model"] |= {"window": None, "windows": [300, "none"]}
+    values["model"] |= {"window": 200, "windows": None}  # As older runs have it.
+    run.write_text(json.dumps(values))
+    assert find_model(str(run)).windows == (200,)
+    values["model"] |= {"windows": [300, "none"]}
     run.write_text(json.dumps(values))
     assert find_model(str(run)).layer_windows == (300, None, 300, None)
 
@@ -567,7 +570,7 @@ def test_files_with_wrong_sizes_are_refused(more, named, tmp_path):
     if not isinstance(more, dict):  # The windows of a run.
         path = odd_run(tmp_path / "run")
         values = json.loads(path.read_text())
-        values["model"] |= {"window": None, "windows": more}
+        values["model"] |= {"windows": more}
         path.write_text(json.dumps(values))
     with refused(InputError, named):
         find_model(str(path))

@@ -64,7 +64,7 @@ def test_a_plan_keeps_what_flags_give():
     for given in (dict(ring=8), dict(head=2, team=2), dict(data=2, group=1)):
         for mesh in found(mesh=MeshConfig(**given), count=2):
             assert given.items() <= vars(mesh.degrees).items()
-    for mesh in found(zero=3, remat="full", accumulation=2, count=2):
+    for mesh in found(zero=3, remat="full", gradient_accumulation=2, count=2):
         assert mesh.savings.zero == 3
         assert mesh.degrees.data <= 2
     order = ("data", "team", "ring", "head", "group", "tensor")
@@ -237,9 +237,9 @@ def h100s(count=8, **stats):
 
 @pytest.mark.parametrize("given", [{}, dict(head=2), dict(data=2, order=("rings_inside",))])
 def test_default_mesh_in_a_node_of_known_gpus_is_the_predicted_one(given):
-    asked = planner(plan="off", mesh=MeshConfig(**given), accumulation=2)
+    asked = planner(plan="off", mesh=MeshConfig(**given), gradient_accumulation=2)
     mesh = asked.default(h100s(bytes_limit=60 << 30))
-    free = planner(plan="off", mesh=MeshConfig(**given | dict(order=None)), accumulation=2)
+    free = planner(plan="off", mesh=MeshConfig(**given | dict(order=None)), gradient_accumulation=2)
     best, second = free.forecasts(ONE_NODE, 2)
     assert mesh.degrees == best.degrees
     assert all(getattr(best.degrees, role) == given[role] for role in set(given) - {"order"})

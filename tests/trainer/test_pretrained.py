@@ -108,10 +108,8 @@ GEMMA = dict(
     mlp="geglu", scaled_embedding=True, post_norms=True, norm_offset=True, tied_head=True,
     scale_dim=6, kv_heads=1, head_dim=4, mlp_width=12,
 )  # fmt: skip
-STRETCHED = dict(
-    base=1000.0, bases=(100.0, 1000.0), scaling="linear", factor=4.0, stretches="global"
-)
-YARN = dict(base=100.0, scaling="yarn", factor=4.0, original_length=8)
+STRETCHED = dict(bases=(100.0, 1000.0), scaling="linear", factor=4.0, stretches="global")
+YARN = dict(bases=(100.0,), scaling="yarn", factor=4.0, original_length=8)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +117,12 @@ YARN = dict(base=100.0, scaling="yarn", factor=4.0, original_length=8)
     [
         ("llama", {}),
         ("llama_linear", dict(rope=RopeConfig(scaling="linear", factor=2.0), dtype="bfloat16")),
-        ("mistral", dict(window=5)),
+        ("mistral", dict(windows=(5,))),
         ("qwen2", dict(qkv_bias=True, windows=("none", 5))),
         ("qwen3", dict(qk_norm=True, tied_head=True)),
         (
             "smollm3",
-            dict(no_rope_every=2, tied_head=True, rope=RopeConfig(base=2e6), windows=("none", 5)),
+            dict(tied_head=True, rope=RopeConfig(bases=(2e6, "none")), windows=("none", 5)),
         ),
         (
             "gemma2",
@@ -149,7 +147,7 @@ def test_config_of_older_versions_is_read():
     values = {key: x for key, x in WITHOUT_ROPE.items() if key not in ("dtype", "head_dim")}
     values |= dict(rope_theta=7e5, torch_dtype="bfloat16", hidden_size=64)
     read = describe(values | dict(rope_scaling=None), "config.json").model
-    assert (read.dtype, read.head_dim, read.rope.base) == ("bfloat16", 16, 7e5)
+    assert (read.dtype, read.head_dim, read.rope.bases) == ("bfloat16", 16, (7e5,))
 
     def rope(kind="yarn", outer=None, **scaling):
         given = values | dict(rope_scaling=dict(rope_type=kind, **scaling)) | (outer or {})
@@ -157,7 +155,7 @@ def test_config_of_older_versions_is_read():
 
     llama3 = dict(factor=8.0, low_freq_factor=1.5, high_freq_factor=4.0)
     assert rope("llama3", **llama3, original_max_position_embeddings=8192) == RopeConfig(
-        base=7e5, scaling="llama3", factor=8.0, original_length=8192, turns=(4.0, 1.5)
+        bases=(7e5,), scaling="llama3", factor=8.0, original_length=8192, turns=(4.0, 1.5)
     )
     sharp = rope(factor=1.0, attention_factor=1.3, original_max_position_embeddings=8)
     assert (sharp.scaling, sharp.factor, sharp.attention_factor) == ("yarn", 1.0, 1.3)
@@ -214,8 +212,7 @@ SEVEN = dict(sliding_window=7)
 )
 def test_windows_are_those_of_transformers(values, window):
     model = describe(WITHOUT_ROPE | values, "config.json").model
-    expected = (None, window) if isinstance(window, tuple) else (window, None)
-    assert (model.window, model.windows) == expected
+    assert model.windows == (window if isinstance(window, tuple) else (window or "none",))
 
 
 def test_gemma_says_what_it_leaves_out():
@@ -226,7 +223,7 @@ def test_gemma_says_what_it_leaves_out():
     older |= dict(rope_scaling=dict(rope_type="linear", factor=8.0))
     model = describe(older, "config.json").model
     assert model.rope == RopeConfig(
-        base=1e6, bases=(2e4, 2e4, 1e6), scaling="linear", factor=8.0, stretches="global"
+        bases=(2e4, 2e4, 1e6), scaling="linear", factor=8.0, stretches="global"
     )
     assert (model.head_dim, model.scale_dim, model.softcap) == (256, None, None)
     known |= dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"])
@@ -640,17 +637,10 @@ def test_flags_stretch_the_global_layers_of_a_gemma(tmp_path):
         config_values(dataclasses.replace(config, model=bad), before, "float32")
 
 
-def test_base_of_no_layer_is_refused(tmp_path):
-    flags = [str(REFERENCES / "gemma3"), "--model.rope.base"]
-    assert read_import([*flags, "1000"]).settings.model.rope.base == 1000
-    with refused(InputError, "bases=(100.0"):
-        read_import([*flags, "500"])
-    one = read_import([*flags, "500", "--model.rope.bases", "None"]).settings
-    assert set(one.model.layer_bases) == {500}
-    # A window for all layers, where --init-from has brought one for each.
-    flags = [str(REFERENCES / "gemma2"), "--model.window", "9"]
-    flags += ["--model.windows", "None"]
-    assert set(read_import(flags).settings.model.layer_windows) == {9}
+def test_flags_give_all_layers_of_a_pretrained_model_one_window_and_one_base():
+    flags = [str(REFERENCES / "gemma3"), "--model.rope.bases", "500", "--model.windows", "none"]
+    model = read_import(flags).settings.model
+    assert (set(model.layer_bases), set(model.layer_windows)) == ({500}, {None})
 
 
 def test_model_without_a_tokenizer_is_not_trained_on_bytes(model, tmp_path):
@@ -877,20 +867,22 @@ def test_export_command(model, tmp_path, capsys):
 
 
 WINDOWS = (7, "none")
+NO_SECOND = RopeConfig(bases=(1e4, "none"))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, dict(window=7), dict(qkv_bias=True, tied_head=True), dict(qk_norm=True, window=9)),
-        *(dict(no_rope_every=2), dict(windows=WINDOWS), dict(no_rope_every=2, window=7)),
+        *({}, dict(windows=(7,)), dict(qkv_bias=True, tied_head=True)),
+        *(dict(qk_norm=True, windows=(9,)), dict(windows=WINDOWS)),
+        *(dict(rope=NO_SECOND), dict(rope=NO_SECOND, windows=(7,))),
         dict(qk_norm=True, windows=("none", 7)),
         dict(rope=RopeConfig(bases=("none", 1e4))),
-        GEMMA | dict(window=7, output_softcap=3.0),
+        GEMMA | dict(windows=(7,), output_softcap=3.0),
         GEMMA | dict(windows=("none", 7), softcap=3.0),
-        GEMMA | dict(qk_norm=True, rope=RopeConfig(base=9.0)),
-        GEMMA | dict(qk_norm=True, windows=WINDOWS, rope=RopeConfig(bases=(9.0, 99.0), base=99.0)),
-        dict(rope=RopeConfig(base=500.0, scaling="linear", factor=2.0)),
+        GEMMA | dict(qk_norm=True, rope=RopeConfig(bases=(9.0,))),
+        GEMMA | dict(qk_norm=True, windows=WINDOWS, rope=RopeConfig(bases=(9.0, 99.0))),
+        dict(rope=RopeConfig(bases=(500.0,), scaling="linear", factor=2.0)),
         dict(rope=RopeConfig(scaling="llama3", factor=8.0, original_length=64, turns=(8.0, 1.0))),
         dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64)),
         dict(rope=RopeConfig(scaling="yarn", factor=8.0, original_length=64, attention_factor=1.5)),

@@ -84,7 +84,10 @@ def test_data_of_a_store_are_those_of_a_folder(texts, tmp_path, gets):
     for name, content in texts.items():
         (tmp_path / "wiki" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "wiki" / name).write_bytes(content)
-    here, of_store = DataConfig(path=tmp_path / "wiki", held_out=0.2), stored(held_out=0.2)
+    here, of_store = (
+        DataConfig(path=tmp_path / "wiki", validation_fraction=0.2),
+        stored(validation_fraction=0.2),
+    )
     one, two, again = (
         GPTTask().open_data(run_config(tmp_path, data), LAYOUT)
         for data in (here, of_store, of_store)
@@ -206,7 +209,9 @@ def test_images_in_a_store(store, tmp_path):
 
 
 def test_text_of_a_store_is_tokenised(texts, tmp_path, capsys):
-    tokenize([URL, str(tmp_path / "out"), "--held-out", "0.2", "--cache", str(tmp_path / "c")])
+    tokenize(
+        [URL, str(tmp_path / "out"), "--validation-fraction", "0.2", "--cache", str(tmp_path / "c")]
+    )
     assert "next: python train.py --data.path" in capsys.readouterr().out
     assert len(list((tmp_path / "c/copies").rglob("*.txt"))) == len(texts)
     with pytest.raises(SystemExit, match=r"cache holds copies .*got cache='c' for 'books'. Leave"):

@@ -62,7 +62,7 @@ def change(values, changes):
         ({"steps": "many"}, "'many'"),
         ({"steps": True}, "steps must be int; got True"),
         ({"steps": 1.5}, "1.5"),
-        ({"model": {"rope": {"base": "x"}}}, "'x'"),
+        ({"model": {"rope": {"factor": "x"}}}, "'x'"),
         ({"model": {"dtype": "float8"}}, "'bfloat16'"),
         ({"zero": True}, "zero"),
         ({"zero_axes": ["ring", "wing"]}, "'wing'"),
@@ -116,6 +116,38 @@ def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
     path.write_text(json.dumps(values))
     assert read_kind(path) == "gpt"
     assert load_config(GPTTrainConfig, path) == config
+
+
+@pytest.mark.parametrize(
+    ("model", "rope", "windows", "bases"),
+    [
+        ({"window": 7, "windows": None}, {"base": 5.0, "bases": None}, (7,), (5.0,)),
+        ({"window": None, "windows": None}, {"base": 5.0}, ("none",), (5.0,)),
+        (
+            {"window": None, "windows": [7, "none"]},
+            {"base": 5.0, "bases": [2.0]},
+            (7, "none"),
+            (2.0,),
+        ),
+        ({"window": None, "no_rope_every": 2}, {"base": 5.0}, ("none",), (5.0, "none")),
+        ({"window": None, "no_rope_every": 9}, {"base": 5.0}, ("none",), (5.0,)),
+    ],
+)
+def test_names_of_an_older_file_keep_their_meaning(config, tmp_path, model, rope, windows, bases):
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    values = json.loads(path.read_text())
+    values["accumulation"] = values.pop("gradient_accumulation")
+    values["evaluate_every"] = values.pop("validation_every")
+    values["data"]["held_out"] = values["data"].pop("validation_fraction")
+    del values["model"]["windows"], values["model"]["rope"]["bases"]
+    values["model"] |= model
+    values["model"]["rope"] |= rope
+    path.write_text(json.dumps(values))
+    read = load_config(GPTTrainConfig, path)
+    assert (read.model.windows, read.model.rope.bases) == (windows, bases)
+    same = replace(read.model, windows=config.model.windows, rope=config.model.rope)
+    assert replace(read, model=same) == config
 
 
 @pytest.mark.parametrize(

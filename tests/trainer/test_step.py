@@ -103,7 +103,7 @@ SETTINGS = {
     ),
     "StarTrail x Ulysses, accumulation": (
         st.Degrees.startrail(8, c=2, head=2),
-        {"accumulation": 2},
+        {"gradient_accumulation": 2},
     ),
     "data, zero 3, attention saved": (
         st.Degrees(data=2, team=2, group=2),
@@ -112,9 +112,9 @@ SETTINGS = {
     "zero 3, submesh": (STARTRAIL, {"zero": 3, "zero_axes": ("team",)}),
     "zero 2, submesh, accumulation": (
         STARTRAIL,
-        {"zero": 2, "zero_axes": ("ring", "team"), "accumulation": 2},
+        {"zero": 2, "zero_axes": ("ring", "team"), "gradient_accumulation": 2},
     ),
-    "zero 1, accumulation": (STARTRAIL, {"zero": 1, "accumulation": 2}),
+    "zero 1, accumulation": (STARTRAIL, {"zero": 1, "gradient_accumulation": 2}),
     "tensor, products saved": (
         st.Degrees(tensor=2, team=2, ring=2),
         {"remat": "products_saved", "tile": 16},
@@ -193,7 +193,7 @@ def dense_attention(query, key, value, *, segment_ids):
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
-        (st.Degrees(data=2, group=2, team=2), {"zero": 1, "accumulation": 2}),
+        (st.Degrees(data=2, group=2, team=2), {"zero": 1, "gradient_accumulation": 2}),
         (st.Degrees(data=2, team=2, ring=2), {"zero": 2, "zero_axes": ("ring", "team")}),
         (st.Degrees(tensor=4, head=2), {"zero": 3, "tile": 7, "remat": "full"}),
     ],
@@ -215,7 +215,7 @@ def test_other_parts_of_the_model_run_alike():
     expected = make_program(st.Degrees(), model=model)
     state = jax.device_get(expected.initialise())
     degrees = st.Degrees(tensor=2, data=2, team=2)
-    actual = make_program(degrees, model=model, zero=3, tile=16, accumulation=2)
+    actual = make_program(degrees, model=model, zero=3, tile=16, gradient_accumulation=2)
     np.testing.assert_allclose(
         losses_of(actual, state, steps=6), losses_of(expected, state, steps=6), rtol=1e-4
     )
@@ -418,7 +418,7 @@ def test_program_is_freed_when_it_is_not_needed():
 
 
 def test_losses_of_an_evaluation_are_sums_over_all_parts_of_a_batch(initial_state):
-    programs = [make_program(st.Degrees(), accumulation=parts) for parts in (1, 2)]
+    programs = [make_program(st.Degrees(), gradient_accumulation=parts) for parts in (1, 2)]
     whole, in_parts = (
         program.losses(placed(initial_state, program.state_shapes).result, batch(program, 0))
         for program in programs

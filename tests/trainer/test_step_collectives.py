@@ -24,10 +24,10 @@ WIDTH = {"width": 60}
 
 
 @functools.cache
-def compiled(level, zero_axes=ALL, remat="none", accumulation=1):
+def compiled(level, zero_axes=ALL, remat="none", parts=1):
     """The program of loss and gradients as text; in float32, as CPUs send 16-bit numbers."""
     config = make_config(
-        WIDTH, zero=level, zero_axes=zero_axes, remat=remat, accumulation=accumulation,
+        WIDTH, zero=level, zero_axes=zero_axes, remat=remat, gradient_accumulation=parts,
         data=DataConfig(mask_documents=False),
     )  # fmt: skip
     return compile_gradients(make_program(config, DEGREES)).as_text()
@@ -71,14 +71,14 @@ def test_level_0_sums_whole_gradients():
 @pytest.mark.slow
 def test_level_1_gathers_and_sums_once_a_step():
     """This holds for a batch in parts, too."""
-    assert traffic(1, accumulation=2) == received(
+    assert traffic(1, parts=2) == received(
         all_gather=7 * SPLIT // 8, reduce_scatter=7 * SPLIT // 8, all_reduce=SUM_OF_UNSPLIT
     )
 
 
 @pytest.mark.slow
 def test_level_2_gathers_once_a_step_and_sums_every_part():
-    assert traffic(2, accumulation=2) == received(
+    assert traffic(2, parts=2) == received(
         all_gather=7 * SPLIT // 8, reduce_scatter=2 * 7 * SPLIT // 8, all_reduce=2 * SUM_OF_UNSPLIT
     )
 
@@ -110,7 +110,7 @@ def test_level_1_sums_after_all_parts_and_level_2_within():
     after = {
         level: sum(
             x.received_bytes
-            for x in read_roofline(compiled(level, accumulation=2), GPUS["h100"]).collectives
+            for x in read_roofline(compiled(level, parts=2), GPUS["h100"]).collectives
             if x.kind == "reduce_scatter" and x.computation == ENTRY
         )
         for level in (1, 2)

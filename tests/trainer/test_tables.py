@@ -142,7 +142,7 @@ def test_saved_dataset_has_the_rows_that_it_names(tmp_path):
     rows.save_to_disk(tmp_path / "one")
     datasets.load_from_disk(str(tmp_path / "one")).map(lambda row: {"text": row["text"] * 2})
     assert len(list((tmp_path / "one").glob("*.arrow"))) == 2
-    opened = of(tmp_path / "one", held_out=0.2)
+    opened = of(tmp_path / "one", validation_fraction=0.2)
     assert "other files left out" in opened.description
     assert (
         sum(np.count_nonzero(part[0].tokens == 0) for part in (opened.train, opened.held_out)) == 50

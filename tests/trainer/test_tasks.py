@@ -39,7 +39,7 @@ def config(tmp_path, monkeypatch):
         devices=4,
         steps=60,
         batch_size=8,
-        evaluate_every=100,
+        validation_every=100,
         validation_sequences=2,
         tensorboard=False,
         run_dir=tmp_path / "run",
@@ -105,7 +105,7 @@ def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path):
     ("degrees", "changes"),
     [
         (st.Degrees(data=2, ring=2, tensor=2), dict(zero=2, tile=3)),
-        (st.Degrees(team=2, group=2, data=2), dict(zero=3, accumulation=2, remat="full")),
+        (st.Degrees(team=2, group=2, data=2), dict(zero=3, gradient_accumulation=2, remat="full")),
     ],
 )
 @pytest.mark.slow

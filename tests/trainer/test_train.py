@@ -138,7 +138,7 @@ LLAMA3 = dict(scaling="llama3", factor=2.0, original_length=9, turns=(1.0, 4.0))
 WRONG_PARTS = {
     None: [
         *({name: 0} for name in ("steps", "devices", "tile", "non_finite_limit")),
-        *({"seed": -1}, {"accumulation": 3}, {"sample_length": 1024}),
+        *({"seed": -1}, {"gradient_accumulation": 3}, {"sample_length": 1024}),
         *({"spike_factor": x} for x in (1.0, float("inf"))),
         *({"profile": x} for x in ((3, 2), (800, 801))),
         ({"attention": AttentionConfig(keep_gathered=True), "remat": "full"}, "remat='full'"),
@@ -158,15 +158,14 @@ WRONG_PARTS = {
         *(({"order": x}, "must be a named order") for x in ((), ("head_first", "rings_inside"))),
     ],
     "model": [
-        *({name: 0} for name in ("vocab_size", "window", "no_rope_every", "scale_dim")),
+        *({name: 0} for name in ("vocab_size", "scale_dim")),
         *({"softcap": 0.0}, {"norm_eps": 0.0}, {"kv_heads": 3}, {"head_dim": 5}),
-        *({"windows": ()}, {"windows": (0,)}, {"windows": (9,), "window": 9}),
+        *({"windows": ()}, {"windows": (0,)}),
         ({"windows": (9,) * 9}, "layers=4"),
-        ({"no_rope_every": 2, "rope": RopeConfig(bases=(9.0,))}, "no_rope_every=2"),
-        ({"rope": GLOBAL, "window": 9}, "stretches='global'"),
+        ({"rope": GLOBAL, "windows": (9,)}, "stretches='global'"),
     ],
     "model.rope": [
-        *({"bases": (1.0,)}, {"base": 1.0}, {"scaling": "yarn"}),
+        *({"bases": (1.0,)}, {"bases": ()}, {"scaling": "yarn"}),
         ({"factor": 0.5}, "must be at least 1; got factor=0.5"),
         *({"turns": (4.0, 1.0)}, {"attention_factor": 1.0}),
         *(({name: x}, "scaling='none'") for name, x in (("factor", 2.0), ("original_length", 9))),
@@ -181,7 +180,7 @@ WRONG_PARTS = {
         ({"schedule": "wsd", "warmup_fraction": 0.9}, "warmup_fraction=0.9"),
         ({"schedule": "wsd", "decay_fraction": 1.0}, "decay_fraction=1.0"),
     ],
-    "data": [{"held_out": 1.0}, {"end_of_document": -1}],
+    "data": [{"validation_fraction": 1.0}, {"end_of_document": -1}],
     "checkpoint": [{"keep": 0}],
     "lora": [
         ({"alpha": 3.0}, "lora.alpha needs adapters; got alpha=3.0 without a rank"),
@@ -213,7 +212,7 @@ WRONG_PARTS_OF_A_DIT = {
     ],
     "diffusion": [{"dropout": 1.0}],
     "data": [
-        *({"held_out": 0.0}, {"resize": "pad"}, {"latent_scale": 0.5}),
+        *({"validation_fraction": 0.0}, {"resize": "pad"}, {"latent_scale": 0.5}),
         ({"resize": "pad"} | NPZ, "resize='pad'"),
         ({"latent_scale": 0.0} | NPZ, "latent_scale=0.0"),
         ({"sizes": ("4x8",)} | NPZ, "data.sizes needs a folder"),
@@ -275,7 +274,7 @@ def test_profile_traces_the_steps(tmp_path):
 
 def test_program_trains_evaluates_and_samples(tmp_path):
     flags = TINY.replace("--no-tensorboard", "") + (
-        "--steps 3 --log-every 3 --evaluate-every 2 --sample-length 32 --devices 4 --mesh.data 2"
+        "--steps 3 --log-every 3 --validation-every 2 --sample-length 32 --devices 4 --mesh.data 2"
     )
     result = run_python("train.py", *flags.split(), "--run-dir", tmp_path)
     assert result.returncode == 0, result.stderr

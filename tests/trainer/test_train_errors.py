@@ -121,7 +121,10 @@ def trained(tmp_path_factory):
 
 def short_held_out(folder):
     path = write_tokens(folder / "a.bin", 12)
-    return path, r"at least 2 tokens .* as many held out; got at most 1 tokens.* larger --data.held"
+    return (
+        path,
+        r"at least 2 tokens .* as many held out; got at most 1 tokens.* larger --data.validation",
+    )
 
 
 def missing(folder):

@@ -51,6 +51,9 @@ class OrbaxLog(logging.Filter):
         return False
 
 
+_OF_OLDER_RUNS = ("--model.windows None", "--model.rope.bases None")
+
+
 def _is_of_others(record: logging.LogRecord) -> bool:
     """Not an error that orbax leaves behind when it has raised another: it reads several arrays
     beside each other, and asyncio complains of the others later on."""
@@ -259,7 +262,8 @@ def _read_checkpoint(
             f"\n{listed}\n{advice}"
         )
     # A setting that only one of them has came with another version of the program.
-    before = checksums.settings
+    # Two settings were None where another one said the same for all layers.
+    before = {x: flag for x, flag in checksums.settings.items() if flag not in _OF_OLDER_RUNS}
     changed = [name for name in settings if before.get(name, settings[name]) != settings[name]]
     if changed:
         listed = "\n".join(f"  {before[name]} there, {settings[name]} now" for name in changed)

@@ -92,7 +92,7 @@ class ImageConfig:
     """A folder of images, with a subfolder for each class, or an *.npz file of latents, or the URL
     of such data in a store, such as gs://bucket/images, which are copied once. The default is the
     handwritten digits that come with scikit-learn."""
-    held_out: float = 0.1
+    validation_fraction: float = 0.1
     """Fraction of the examples that is held out."""
     resize: Literal["crop", "pad", "stretch"] | None = None
     """How images of another size are changed to `size`: "crop" scales an image until it covers the
@@ -124,9 +124,10 @@ class ImageConfig:
                 f"got cache={str(self.cache)!r}, path={self.path}. Leave it out; if it is in a "
                 "config.json, give --data.cache None."
             )
-        if not 0 < self.held_out < 1:
+        if not 0 < self.validation_fraction < 1:
             raise InputError(
-                f"data.held_out must be above 0 and below 1; got held_out={self.held_out}. Use 0.1."
+                "data.validation_fraction must be above 0 and below 1; got "
+                f"validation_fraction={self.validation_fraction}. Use 0.1."
             )
         if not 0 < self.latent_scale < math.inf:
             raise InputError(

@@ -127,7 +127,7 @@ def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
     def read(number: int) -> Example:
         return Example(source.latent(number), source.labels[number], source.captions[number])
 
-    held_out = min(max(1, round(config.data.held_out * count)), count - 1)
+    held_out = min(max(1, round(config.data.validation_fraction * count)), count - 1)
     order = np.random.default_rng(0).permutation(count)
     parts = np.sort(order[held_out:]), np.sort(order[:held_out])
     train, measured = (Examples(numbers=part, read=read) for part in parts)

@@ -62,7 +62,7 @@ def sample_images(
         mesh=MeshConfig(data=data),
         zero=3 if config.zero == 3 else 0,
         zero_axes=SHARDED_AXES,
-        accumulation=1,
+        gradient_accumulation=1,
         remat="none",
         offload=False,
     )

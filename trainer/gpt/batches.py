@@ -92,7 +92,7 @@ class Sequences:
             raise InputError(
                 "Data must have at least 2 tokens to train on in one place, and as many held out; "
                 f"got {given}{place}. Use more data (--data.path), or, for the part held out, a "
-                "larger --data.held-out."
+                "larger --data.validation-fraction."
             )
 
     def __len__(self) -> int:

@@ -21,11 +21,10 @@ TOKENIZER = "tokenizer.json"
 class RopeConfig:
     """Rotary positions, and how they extend to longer contexts than a model was trained on."""
 
-    base: float = 10_000.0
-    """Ratio of the longest to the shortest wavelength."""
-    bases: tuple[float | Literal["none"], ...] | None = None
-    """Base of each layer, in place of `base`: the list repeats, and `none` is a layer without
-    rotary positions. `10000 10000 1000000` gives every third layer a longer wavelength."""
+    bases: tuple[float | Literal["none"], ...] = (10_000.0,)
+    """Base of each layer, the ratio of the longest to the shortest wavelength: the list repeats,
+    and `none` is a layer without rotary positions. `10000 10000 1000000` gives every third layer a
+    longer wavelength."""
     scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
     """How the angles shrink for longer contexts: "none" shrinks no angle; "linear" shrinks all
     angles by the same factor (https://arxiv.org/abs/2306.15595); "ntk" shrinks those of long
@@ -47,16 +46,12 @@ class RopeConfig:
     Without a scaling, it has no effect."""
 
     def __post_init__(self) -> None:
-        if not self.base > 1:
-            raise InputError(
-                f"model.rope.base must be above 1; got base={self.base}. Use 10000, or more for "
-                "long contexts."
-            )
-        wrong = [x for x in self.bases or () if x != "none" and not x > 1]
-        if wrong or self.bases == ():
+        wrong = [x for x in self.bases if x != "none" and not x > 1]
+        if wrong or not self.bases:
             raise InputError(
                 "model.rope.bases must be one or more numbers above 1, or `none` for layers "
-                f"without rotary positions; got bases={self.bases}. Leave it out for `base`."
+                f"without rotary positions; got bases={self.bases}. Use 10000, or more for long "
+                "contexts."
             )
         if not self.factor >= 1:
             raise InputError(
@@ -140,17 +135,12 @@ class GPTConfig:
     """Whether norms multiply by 1 + their scale, as in Gemma."""
     norm_eps: float = 1e-6
     """Number that norms add to the mean square."""
-    window: int | None = None
-    """Number of tokens that a token attends to: itself and those before it, as in Mistral. The
-    default is all earlier tokens."""
-    windows: tuple[int | Literal["none"], ...] | None = None
-    """Window of each layer, in place of `window`: the list repeats, and `none` attends to all
-    earlier tokens. `512 512 512 none` is three local layers and a global layer, repeated."""
+    windows: tuple[int | Literal["none"], ...] = ("none",)
+    """Number of tokens that a token of each layer attends to, itself and those before it: the list
+    repeats, and `none` attends to all earlier tokens. `4096` is Mistral, and `512 512 512 none` is
+    three local layers and a global layer, repeated."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
-    no_rope_every: int | None = None
-    """With a number n, every n-th layer has no rotary positions, as in SmolLM3. By default, all
-    layers have them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the activations; weights and logits are float32."""
 
@@ -167,9 +157,8 @@ class GPTConfig:
                 "model.head_dim must be even for rotary positions; got "
                 f"head_dim={self.head_dim}. Use {self.head_dim + 1}."
             )
-        for name in ("window", "no_rope_every", "scale_dim"):
-            if getattr(self, name) is not None:
-                check_minimum(f"model.{name}", getattr(self, name), 1)
+        if self.scale_dim is not None:
+            check_minimum("model.scale_dim", self.scale_dim, 1)
         for name in ("softcap", "output_softcap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -186,56 +175,46 @@ class GPTConfig:
 
     def _check_patterns(self) -> None:
         """Raises unless the options of layers that differ fit each other."""
-        if self.windows == () or any(x != "none" and not x >= 1 for x in self.windows or ()):
+        if not self.windows or any(x != "none" and not x >= 1 for x in self.windows):
             raise InputError(
                 "model.windows must be one or more numbers from 1 on, or `none` for layers without "
-                f"a window; got windows={self.windows}. Leave it out for `window`."
+                f"a window; got windows={self.windows}. Leave it out for none."
             )
         for name, given in (("windows", self.windows), ("rope.bases", self.rope.bases)):
-            if len(given or ()) > self.layers:
+            if len(given) > self.layers:
                 raise InputError(
                     f"model.{name} must have no more entries than the model has layers; got "
                     f"{name}={given}, layers={self.layers}. Leave the last ones out."
-                )
-        for name, other, given in (
-            ("window", "windows", self.windows),
-            ("no_rope_every", "rope.bases", self.rope.bases),
-        ):
-            if given is not None and getattr(self, name) is not None:
-                raise InputError(
-                    f"model.{other} takes the place of model.{name}; got {name}="
-                    f"{getattr(self, name)}, {other}={given}. Leave one of them out, or give "
-                    f"--model.{other} None where a recipe or --init-from has set it."
                 )
         stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"
         if stretches_some and all(x is not None for x in self.layer_windows):
             raise InputError(
                 "model.rope.stretches='global' needs layers without a window; got "
-                f"window={self.window}, windows={self.windows}. Give model.windows a `none`, or "
-                "use --model.rope.stretches all."
+                f"windows={self.windows}. Give model.windows a `none`, or use "
+                " --model.rope.stretches all."
             )
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None for a layer that attends to all earlier tokens."""
-        pattern = (self.window or "none",) if self.windows is None else self.windows
-        return tuple(_or_none(pattern[i % len(pattern)]) for i in range(self.layers))
+        return _of_layers(self.windows, self.layers)
+
+    @property
+    def window_of_all(self) -> int | None:
+        """The window of all layers; None if they have none, or differ."""
+        first, *others = set(self.layer_windows)
+        return None if others else first
 
     @property
     def layer_bases(self) -> tuple[float | None, ...]:
         """The base of the rotary positions of each layer; None for a layer without."""
-        if self.rope.bases is None:
-            period = self.no_rope_every or self.layers + 1
-            return tuple(
-                None if (i + 1) % period == 0 else self.rope.base for i in range(self.layers)
-            )
-        bases = self.rope.bases
-        return tuple(_or_none(bases[i % len(bases)]) for i in range(self.layers))
+        return _of_layers(self.rope.bases, self.layers)
 
 
-def _or_none(entry: Any) -> Any:
-    """An entry of a list of layers; None for the word."""
-    return None if entry == "none" else entry
+def _of_layers(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:
+    """The entries of a list that repeats, for each layer; None for the word."""
+    entries = (pattern[i % len(pattern)] for i in range(layers))
+    return tuple(None if entry == "none" else entry for entry in entries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +269,7 @@ class DataConfig:
     validation_path: Path | None = None
     """Held-out data of the same kind as `path`. Those of its files that lie inside `path` are not
     trained on. The default is a fraction of `path`."""
-    held_out: float = 0.05
+    validation_fraction: float = 0.05
     """Fraction that is held out if there is no `validation_path`: of the documents of text, or of
     every file of tokens, at its end. If whole documents cannot be divided so that both parts have
     text, the end of every document is held out; with few completions, one completion is held
@@ -306,10 +285,11 @@ class DataConfig:
         for name in ("tokenizer", "chat_template"):
             check_on_disk(f"data.{name}", getattr(self, name))
         check_folder("data.cache", self.cache or Path())
-        if not 0 < self.held_out < 1:
+        if not 0 < self.validation_fraction < 1:
             raise InputError(
-                "data.held_out must be above 0 and below 1; got "
-                f"held_out={self.held_out}. Use 0.05, or give --data.validation-path."
+                "data.validation_fraction must be above 0 and below 1; got "
+                f"validation_fraction={self.validation_fraction}. Use 0.05, or give "
+                "--data.validation-path."
             )
         for name in ("end_of_document", "begin_of_document"):
             if getattr(self, name) is not None:
@@ -461,7 +441,7 @@ class GPTTrainConfig(TrainConfig):
 
     @property
     def attention_of_model(self) -> dict[str, Any]:
-        alike = self.model.windows is None
+        alike = len(set(self.model.layer_windows)) == 1
         return attention_of(self.model) | {"window": self.layer_windows[0] if alike else None}
 
     @property
@@ -478,7 +458,7 @@ def attention_of(model: GPTConfig) -> dict[str, Any]:
     scale = None if model.scale_dim is None else model.scale_dim**-0.5
     return {
         "layout": "zigzag",
-        "window": model.window,
+        "window": model.window_of_all,
         "softcap": model.softcap,
         "scale": scale,
     }

@@ -177,7 +177,7 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
         "begin_of_document": config.begin_of_document != config.end_of_document
         if kinds <= set(TOKEN_KINDS)
         else config.tokenizer is None,
-        "held_out": validation is not None,
+        "validation_fraction": validation is not None,
         "cache": kinds <= set(TOKEN_KINDS) and not is_copied,
         "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,
     }
@@ -220,7 +220,7 @@ def _open_tokens(
         held_out = [stream(path) for path in validation.paths.values()]
     else:
         whole = train
-        cuts = [round(len(part) * (1 - config.held_out)) for part in whole]
+        cuts = [round(len(part) * (1 - config.validation_fraction)) for part in whole]
         both = list(zip(whole, cuts, strict=True))
         train = [replace(part, tokens=part.tokens[:cut]) for part, cut in both]
         held_out = [replace(part, tokens=part.tokens[cut:], offset=cut) for part, cut in both]

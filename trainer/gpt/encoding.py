@@ -94,7 +94,7 @@ class Text:
         # Of many documents, the first few are enough to know it.
         found = set()
         for key in keys:
-            found.add(share_of_key(key) < self.config.held_out)
+            found.add(share_of_key(key) < self.config.validation_fraction)
             if len(found) == 2:
                 return False
         return True
@@ -110,7 +110,7 @@ class Text:
             FORMAT,
             self.files.kind,
             self.config.text_key,
-            self.config.held_out,
+            self.config.validation_fraction,
             self.tokenizer.digest,
             self.tokenizer.end_of_document,
             found,
@@ -246,7 +246,7 @@ class VectorWriter:
 
 def _assign(text: Text, on_read: Callable[[int], None]) -> Iterator[tuple[bool, Document]]:
     """Every document or part of one, and whether it is held out."""
-    files, held_out, key = text.files, text.config.held_out, text.config.text_key
+    files, held_out, key = text.files, text.config.validation_fraction, text.config.text_key
     documents = read_documents(files, text_key=key, on_read=on_read)
     if text.validation is not None:
         yield from ((False, document) for document in documents)
@@ -346,9 +346,9 @@ def check_lengths(
         # One cannot be shared out.
         ways = "or --data.validation-path"
         if sum(lengths) > 1:
-            ways = "--data.validation-path, or another --data.held-out"
+            ways = "--data.validation-path, or another --data.validation-fraction"
         raise InputError(
-            "data.held_out must leave something to train on and something to hold out; got "
-            f"{lengths[0]} and {lengths[1]} {unit} of {files.name!r} for "
-            f"held_out={config.held_out}. Give more data, {ways}."
+            "data.validation_fraction must leave something to train on and something to hold out; "
+            f"got {lengths[0]} and {lengths[1]} {unit} of {files.name!r} for "
+            f"validation_fraction={config.validation_fraction}. Give more data, {ways}."
         )

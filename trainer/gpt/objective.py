@@ -46,7 +46,8 @@ class NextToken(Objective):
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         config = self._config
         # A window of all layers is that of the attention.
-        windows = (None,) if config.model.windows is None else config.layer_windows
+        alike = len(set(config.model.layer_windows)) == 1
+        windows = (None,) if alike else config.layer_windows
         return make_gpt(config.model, config.lora, attention_fn, hooks, rngs, windows=windows)
 
     def batch_shapes(self, layout: Layout) -> TokenBatch:
@@ -101,16 +102,16 @@ def make_gpt(
 def model_arguments(config: GPTConfig) -> dict[str, Any]:
     """The keyword arguments of `models.gpt.GPT` for a config."""
     # What belongs to the attention callable, and what is said for each layer.
-    others = ("window", "softcap", "scale_dim", "rope", "no_rope_every")
+    others = ("softcap", "scale_dim", "rope")
     arguments = {name: value for name, value in vars(config).items() if name not in others}
     # A window of all layers is that of the attention.
-    windows = (None,) if config.windows is None else config.layer_windows
+    windows = (None,) if len(set(config.layer_windows)) == 1 else config.layer_windows
     return arguments | {"windows": windows, "ropes": _ropes(config)}
 
 
 def _ropes(config: GPTConfig) -> tuple[Rope | None, ...]:
     """The rotary positions of each layer."""
-    of_all = ("base", "bases", "stretches")
+    of_all = ("bases", "stretches")
     scaling = {name: value for name, value in vars(config.rope).items() if name not in of_all}
 
     def rope(base: float | None, window: int | None) -> Rope | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset
-from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextOptions
+from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.pretrained.defaults import (
     kept_tokenizer,
     with_beginning,
@@ -54,8 +54,6 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
     def after_flags(
         self, config: GPTTrainConfig, flag: Callable[[str], str | None]
     ) -> GPTTrainConfig:
-        if flag("--model.rope.base") is not None:
-            _require_base_used(config.model.rope)
         chosen = flag("--data.tokenizer") is not None
         # No recipe names a tokenizer: this one is from the config.json of a run.
         inherited = config.data.tokenizer is not None and not chosen
@@ -172,16 +170,3 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
             return ()
         prompt, text = continue_text(program, weights, data.corpus, interrupted=interrupted)
         return f"--- held-out text\n{prompt}", f"--- continued by the model\n{text}"
-
-
-def _require_base_used(rope: RopeConfig) -> None:
-    """Raises if a base that a flag gives is that of no layer.
-
-    The config of a run or of an import may have such a base, which no flag has given for it.
-    """
-    if rope.bases is not None and rope.base not in rope.bases:
-        raise InputError(
-            "model.rope.bases takes the place of model.rope.base; got --model.rope.base "
-            f"{rope.base:g} with bases={rope.bases}. Leave it out and give --model.rope.bases, "
-            "or give --model.rope.bases None for one base."
-        )

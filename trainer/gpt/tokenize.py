@@ -57,7 +57,7 @@ class TokenizeOptions:
     """Id of a token that is put in front of every document. The default is none."""
     validation_path: Path | None = None
     """Held-out text. The default is a fraction of IN."""
-    held_out: float = 0.05
+    validation_fraction: float = 0.05
     """Fraction that is held out if there is no `validation_path`: of the documents, or of every
     document at its end where no whole ones can be."""
     cache: Path | None = None
@@ -91,7 +91,7 @@ def tokenize(options: TokenizeOptions) -> str:
         end_of_document=options.end_of_document,
         begin_of_document=options.begin_of_document,
         validation_path=options.validation_path,
-        held_out=options.held_out,
+        validation_fraction=options.validation_fraction,
     )
     config = with_copies(given, options.out.parent)
     files, validation = find_parts(config)

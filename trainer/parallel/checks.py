@@ -38,12 +38,12 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
         ValueError: if the degrees do not divide the batch or the heads, or ZeRO has nothing to
             split over.
     """
-    parts = degrees.data * config.accumulation
+    parts = degrees.data * config.gradient_accumulation
     if config.batch_size % parts:
         raise InputError(
-            "batch_size must be divisible by data * accumulation; got "
+            "batch_size must be divisible by data * gradient_accumulation; got "
             f"batch_size={config.batch_size}, data={degrees.data}, "
-            f"accumulation={config.accumulation}. Use --batch-size "
+            f"gradient_accumulation={config.gradient_accumulation}. Use --batch-size "
             f"{-(-config.batch_size // parts) * parts}."
         )
     check_heads(degrees, config.model.heads, config.model.kv_heads)

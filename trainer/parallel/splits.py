@@ -82,10 +82,11 @@ def check_parts(config: TrainConfig, degrees: Degrees) -> None:
     Raises:
         ValueError: if so.
     """
-    if config.accumulation > 1:
+    if config.gradient_accumulation > 1:
         raise InputError(
             "Parts of a batch of whole documents are processed one after another already; got "
-            f"accumulation={config.accumulation} with data.batches='documents'. Leave it out."
+            f"gradient_accumulation={config.gradient_accumulation} with data.batches='documents'. "
+            "Leave it out."
         )
     if config.attention.inner > 1:
         raise InputError(

@@ -291,7 +291,7 @@ class Program:
         if isinstance(batch, PartBatch):
             loss, gradients = lax.fori_loop(0, batch.count, add_part, zero)
             batch = batch.parts
-        elif self.config.accumulation == 1:
+        elif self.config.gradient_accumulation == 1:
             loss, gradients = of(self._model)(slots, gathered, batch)
         else:
             (loss, gradients), _ = lax.scan(add, zero, self._parts(batch))
@@ -309,7 +309,7 @@ class Program:
 
     def _parts(self, batch: Any) -> Any:
         """The parts of a batch of rows that are computed one after another: [parts, b, ...]."""
-        parts = self.config.accumulation if self.parts is None else self.parts.most
+        parts = self.config.gradient_accumulation if self.parts is None else self.parts.most
         return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
     def _local_sum(

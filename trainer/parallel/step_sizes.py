@@ -98,7 +98,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     """
     if config.whole_documents:  # Parts are computed one after another, as those of accumulation.
         parts = max(config.batch_size // degrees.data, 1)
-        config = dataclasses.replace(config, accumulation=parts)
+        config = dataclasses.replace(config, gradient_accumulation=parts)
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
     attention = make_attention(mesh, config, objective)
     partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
@@ -109,7 +109,9 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     optimizer = objective.make_optimizer(default)
     state = state_shapes(config, optimizer, shapes.weights, partition)
     rows, tokens_of_row, heads, head_dim = shapes.query
-    tokens = rows // degrees.data * tokens_of_row // degrees.sequence // config.accumulation
+    tokens = (
+        rows // degrees.data * tokens_of_row // degrees.sequence // config.gradient_accumulation
+    )
     # Elements of each weight, and of each part of the model, when ZeRO has gathered them.
     splits, tensor = partition.splits(shapes.weights), partition.size(partition.tensor)
     elements = jax.tree.map(
@@ -135,7 +137,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         keep_gathered=config.attention.keep_gathered,
         head_chunks=config.attention.head_chunks,
         offload=config.offload,
-        accumulation=config.accumulation,
+        accumulation=config.gradient_accumulation,
         tile=config.tile or tokens,
         tokens=tokens,
         weight_bytes=bytes_of_device(state.weights),
@@ -149,7 +151,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         moved_elements=sum(jax.tree.leaves(moved)),
         frozen_elements=sum(fixed.values()),
         frozen_layer_elements=fixed.get(STACKED, 0) // layers,
-        **_seen(attention, objective, shapes, rows // degrees.data // config.accumulation),
+        **_seen(attention, objective, shapes, rows // degrees.data // config.gradient_accumulation),
         period=shapes.period,
         loops=shapes.loops,
         stacked_bytes=sum(

@@ -27,14 +27,14 @@ KIND_WITHOUT_NAME = "gpt"
 # Settings that may change when a run goes on: they change how its result is computed or reported,
 # but not the result itself, up to rounding. All other settings must stay, new ones too.
 FREE_SETTINGS = (
-    *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "accumulation"),
+    *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "gradient_accumulation"),
     *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
     *("attention.exchange", "attention.backend"),
     *("plan", "wandb", "mlflow"),
     *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),
     # Only steps that are yet to be done depend on these.
     *("non_finite", "non_finite_limit", "spike_factor"),
-    *("evaluate_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
+    *("validation_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
 )
 
 Config = TypeVar("Config")
@@ -72,13 +72,35 @@ def load_config(config_type: type[Config], path: Path) -> Config:
                 raise InputError(
                     f"kind must be {config_type.kind}; got {kind!r}. Correct the file."
                 )
-            mesh = values.get("mesh")
-            if isinstance(mesh, dict) and "c" not in mesh and mesh.get("group", 1) is None:
-                # Before there was mesh.c, a team without a group set both.
-                values["mesh"] = mesh | {"c": mesh.get("team"), "team": None}
+            _rename(values)
         return _decode(config_type, values, "")
     except (ValueError, RecursionError) as error:
         raise _not_a_config(path, error) from error
+
+
+def _rename(values: dict[str, Any]) -> None:
+    """Gives the settings of an older file the names and forms that they have now."""
+    data, model, mesh = (values.get(x) for x in ("data", "model", "mesh"))
+    for part, old, new in (
+        (values, "accumulation", "gradient_accumulation"),
+        (values, "evaluate_every", "validation_every"),
+        (data, "held_out", "validation_fraction"),
+    ):
+        if isinstance(part, dict) and old in part:
+            part[new] = part.pop(old)
+    if isinstance(mesh, dict) and "c" not in mesh and mesh.get("group", 1) is None:
+        # Before there was mesh.c, a team without a group set both.
+        values["mesh"] = mesh | {"c": mesh.get("team"), "team": None}
+    if isinstance(model, dict) and "window" in model:
+        window = model.pop("window")
+        if model.get("windows") is None:
+            model["windows"] = [window or "none"]
+        every, rope = model.pop("no_rope_every", None), model.get("rope")
+        if isinstance(rope, dict):
+            bases = [rope.pop("base", 10_000.0)]
+            if every is not None and every <= model.get("layers", 0):
+                bases = [*bases * (every - 1), "none"]
+            rope["bases"] = rope.get("bases") or bases
 
 
 def read_kind(path: Path) -> str:

@@ -195,7 +195,7 @@ def _largest_share(text: Text, template: ChatTemplate | None) -> float:
     Where `held_out` gives all examples to one part, one example is held out.
     """
     shares, found = [], set()
-    largest = math.nextafter(text.config.held_out, 0)
+    largest = math.nextafter(text.config.validation_fraction, 0)
     for example in read_examples(text.files, template, text.config.ignored_keys):
         shares.append(share_of_key(example.key))
         found.add(shares[-1] <= largest)

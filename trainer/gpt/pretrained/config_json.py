@@ -26,8 +26,8 @@ from trainer.gpt.pretrained.families import (
     SLIDING,
     Family,
     paper_factor,
+    pattern,
     plain,
-    window_options,
 )
 
 CONFIG = "config.json"
@@ -175,7 +175,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         rope = _read_rope(found, read.rope_parameters, values)
     if family.skips_rope:
         skips = _skips(found)
-        bases = tuple("none" if skipped else rope.base for skipped in skips)
+        bases = tuple("none" if skipped else rope.bases[0] for skipped in skips)
         rope = replace(rope, bases=bases) if any(skips) else rope
     options: dict[str, Any] = {}
     if family.gemma:
@@ -201,7 +201,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         norm_eps=read.rms_norm_eps,
         rope=rope,
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
-        **window_options(windows),
+        windows=pattern(windows),
         **options,
     )
     simple = plain(model)
@@ -342,7 +342,7 @@ def _local_rope(
     """The rotary positions of a Gemma 3, whose local layers have a base of their own."""
     given = found.values["rope_parameters"]
     rope, local = (_read_rope(found, given[kind], values) for kind in (FULL, SLIDING))
-    if local != RopeConfig(base=local.base):
+    if local != RopeConfig(bases=local.bases):
         raise UnsupportedError(
             f"The rotary positions of {SLIDING} must be of rope_type default in {found.name!r}; "
             f"got {given[SLIDING]!r}, which is not supported. Use another model."
@@ -352,7 +352,7 @@ def _local_rope(
     if None not in windows:
         return local
     # Also without a scaling: a flag may add one, and local layers are never stretched.
-    bases = tuple(rope.base if window is None else local.base for window in windows)
+    bases = tuple((rope if window is None else local).bases[0] for window in windows)
     return replace(rope, bases=bases, stretches="global")
 
 
@@ -364,7 +364,7 @@ def _read_rope(
     base, name = rope.real("rope_theta"), given["rope_type"]
     if name == "default":
         # transformers does not look at a factor.
-        return RopeConfig(base=base)
+        return RopeConfig(bases=(base,))
     # Of the two places, transformers prefers the outer one.
     length = found.values["max_position_embeddings"]
     inner = rope.number(OUTER_LENGTH, default=length)
@@ -379,7 +379,7 @@ def _read_rope(
     stretches = factor != 1 or attention_factor is not None
     scaling: Any = SCALINGS[name] if stretches else "none"
     if scaling in ("none", "linear"):
-        return RopeConfig(base=base, scaling=scaling, factor=factor)
+        return RopeConfig(bases=(base,), scaling=scaling, factor=factor)
     if scaling == "llama3":
         turns = rope.real("high_freq_factor"), rope.real("low_freq_factor")
         standard = (4.0, 1.0)
@@ -387,7 +387,7 @@ def _read_rope(
         turns = rope.real("beta_fast", default=32.0), rope.real("beta_slow", default=1.0)
         standard = (32.0, 1.0)
     return RopeConfig(
-        base=base,
+        bases=(base,),
         scaling=scaling,
         factor=factor,
         original_length=original,

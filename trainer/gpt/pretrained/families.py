@@ -22,7 +22,7 @@ OTHERS = {
     **{"softcap": None, "output_softcap": None, "scale_dim": None},
 }
 """Options of all other families."""
-OF_FAMILIES = ("sinks", "qkv_bias", "qk_norm", "window", "windows", "no_rope_every")
+OF_FAMILIES = ("sinks", "qkv_bias", "qk_norm", "windows")
 """Options by which families differ."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers in transformers: without a window and with one."""
@@ -189,7 +189,7 @@ def paper_factor(factor: float) -> float:
 def _rope_values(model: GPTConfig) -> dict[str, Any]:
     """The rotary positions, under the names that all versions of transformers read."""
     rope = model.rope
-    base = rope.base
+    base = next((x for x in model.layer_bases if x is not None), 10_000.0)
     if rope.scaling == "ntk":  # It is nothing but a larger base: see `models.rope`.
         half = model.head_dim // 2
         base *= rope.factor ** (half / max(half - 1, 1))
@@ -214,9 +214,9 @@ def _local_rope_values(model: GPTConfig) -> dict[str, Any]:
     """`_rope_values` of a Gemma 3."""
     pairs = dict(zip(model.layer_windows, model.layer_bases, strict=True))
     local = next((base for window, base in pairs.items() if window is not None), None)
-    base = pairs.get(None, model.rope.base)
-    of_global = replace(model.rope, base=base, bases=None, stretches="all")
-    values = _rope_values(replace(model, rope=of_global, windows=None, window=None))
+    base = pairs.get(None, model.layer_bases[0])
+    of_global = replace(model.rope, bases=(base,), stretches="all")
+    values = _rope_values(replace(model, rope=of_global, windows=("none",)))
     return values if local is None else values | {"rope_local_base_freq": local}
 
 
@@ -237,34 +237,21 @@ def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
 
 def plain(model: GPTConfig) -> GPTConfig:
     """The same model, said in the simplest way: two models are equal if these are."""
-    windows, bases = shortest(model.layer_windows), shortest(model.layer_bases)
-    model = replace(model, window=None, windows=None, no_rope_every=None)
     if model.scale_dim == model.head_dim:
         model = replace(model, scale_dim=None)
-    options = window_options(windows)
-    base, every = model.rope.base, None
-    if len(bases) == 1 and bases[0] is not None:
-        base, named = bases[0], None
-    elif bases[-1] is None and set(bases[:-1]) == {base}:
-        every, named = len(bases), None
-    else:
-        named = tuple("none" if x is None else x for x in bases)
     stretches = model.rope.stretches if _stretches_some(model) else "all"
-    rope = replace(model.rope, base=base, bases=named, stretches=stretches)
-    return replace(model, rope=rope, no_rope_every=every, **options)
+    rope = replace(model.rope, bases=pattern(model.layer_bases), stretches=stretches)
+    return replace(model, rope=rope, windows=pattern(model.layer_windows))
 
 
-def window_options(windows: Sequence[int | None]) -> dict[str, Any]:
-    """The options of a model whose layers have these windows."""
-    first, *others = shortest(windows)
-    if not others:
-        return {"window": first}
-    return {"windows": tuple("none" if x is None else x for x in (first, *others))}
+def pattern(layers: Sequence[Any]) -> tuple[Any, ...]:
+    """The shortest list that says what each layer has, by `none` where that is None."""
+    return tuple("none" if x is None else x for x in shortest(layers))
 
 
 def without_rope(model: GPTConfig) -> tuple[GPTConfig, tuple[bool, ...]]:
     """The model without what config.json has in another form, or not at all."""
-    same = replace(plain(model), rope=RopeConfig(), no_rope_every=None, dtype="float32")
+    same = replace(plain(model), rope=RopeConfig(), dtype="float32")
     return same, tuple(base is None for base in model.layer_bases)
 
 
