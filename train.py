@@ -67,7 +67,6 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         OSError: if the run folder or the data cannot be used.
         FloatingPointError: if a loss or a gradient is not finite and `non_finite` is "stop", or in
             too many steps in a row.
-        ArithmeticError: if the loss has two spikes, of `spike_factor`, between two checkpoints.
         CheckpointError: if a checkpoint cannot be saved or read.
         RuntimeError: if another program trains in the run folder, or processes do not meet.
         ImportError: if a package is missing that the settings need.
@@ -203,10 +202,6 @@ def _run_steps(loop: Any, done: int) -> bool:
             stop = interrupted(step)
             if step % config.checkpoint.every == 0 or is_last or stop:
                 loop.save(step)
-            if (back := loop.go_back(step)) < step:  # After a loss spike.
-                trace.close()
-                step = back
-                continue
             if is_last and not stop:
                 loop.require_finite_evaluation(step)
             if stop:

@@ -343,7 +343,7 @@ class TrainConfig:
             *("validation_every", "validation_sequences", "ema_decay"),
             *("sample_length", "temperature"),
         ),
-        "guards": ("non_finite", "non_finite_limit", "spike_factor"),
+        "guards": ("non_finite", "non_finite_limit"),
     }
     """Title in the help -> settings without a prefix, of all kinds of runs, in this order."""
 
@@ -430,11 +430,6 @@ class TrainConfig:
     The weights are never updated by such a step."""
     non_finite_limit: int = 10
     """Number of steps in a row that "skip" may skip; then the program ends."""
-    spike_factor: float | None = None
-    """If the loss of a step is more than this factor times the median of the losses before it, the
-    step counts as a loss spike: the run goes back to its last checkpoint, and skips all batches
-    from there to the spike. If there is another spike before the next checkpoint, the program ends.
-    None accepts every loss."""
     profile: tuple[int, int] | None = None
     """First and last step to profile; the trace is written to the folder `profile` of the run."""
     ema_decay: float | None = None
@@ -467,11 +462,6 @@ class TrainConfig:
             raise InputError(
                 f"ema_decay must be above 0 and below 1; got ema_decay={self.ema_decay}. "
                 "Use 0.999, or None for no average."
-            )
-        if self.spike_factor is not None and not 1 < self.spike_factor < math.inf:
-            raise InputError(
-                "spike_factor must be above 1 and finite; got "
-                f"spike_factor={self.spike_factor}. Use 2, or None to accept every loss."
             )
         if self.offload and self.remat in ("auto", "none"):
             raise InputError(

@@ -36,7 +36,7 @@ from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.config import TrainConfig
 from trainer.errors import RunError, StorageError
-from trainer.places import check_folder, check_mirror, is_inside, is_of_disk, text_of
+from trainer.places import check_folder, check_mirror, is_of_disk
 from trainer.printable import printable, say
 from trainer.run.commands import command
 from trainer.run.folder import (
@@ -305,14 +305,6 @@ def preparation(config: TrainConfig) -> Callable[[], None] | None:
             f"mirror copies the checkpoints of a run that trains; got mirror={url}, steps=0. Leave "
             "it out: the run that trains copies what was imported."
         )
-    data = getattr(config, "data", None)
-    for name in ("path", "validation_path"):
-        path: Path | None = getattr(data, name, None)
-        if path is not None and is_inside(path, url):
-            raise InputError(
-                "mirror must not lie in the data of the run, which it would change; got "
-                f"mirror={url}, {name}={text_of(path)}. Use another."
-            )
     return lambda: fetch_newer(url, config.run_dir)
 
 

@@ -11,10 +11,6 @@ class NonFiniteError(UserError, FloatingPointError):
     """A loss or a gradient is infinite or not a number."""
 
 
-class LossSpikeError(UserError, ArithmeticError):
-    """A loss has risen far above those before it, and other data have not helped."""
-
-
 class RunError(UserError, RuntimeError):
     """A run cannot start or go on, because of another program or another process."""
 

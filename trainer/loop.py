@@ -20,7 +20,7 @@ from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
 from trainer.parallel.state import TrainState, describe_memory, describe_state, step_bytes
 from trainer.parallel.step import Program, StepMetrics
-from trainer.run.divergence import Judgement, Watch
+from trainer.run.divergence import Watch
 from trainer.run.folder import (
     FROZEN_FOLDER,
     read_mesh,
@@ -32,10 +32,6 @@ from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import CONFIG_FILE, result_flags, save_config
 from trainer.run.trackers import open_trackers
 from trainer.task import InitialWeights
-
-# The key of the losses that the next one is compared with, in what a checkpoint keeps beside the
-# position in the data. A run that goes on must find the same loss spikes.
-RECENT = "recent_losses"
 
 
 class _Step(NamedTuple):
@@ -89,13 +85,10 @@ class Loop:
         # the feed.
         self._position = feed.get_state()
         self._unread: deque[_Step] = deque()
-        self._begun_after = 0
         self._watch = Watch(program.config)
-        self._spike: _Step | None = None
         # Since the last report.
         self._since_report: list[float] = []
         self._skipped = 0
-        self._left_out = 0
         # By the structure of a batch: images of another size have another program.
         self._train_steps: dict[Any, Any] = {}
         self._memory_bytes = 0
@@ -128,8 +121,7 @@ class Loop:
                     config.run_dir / FROZEN_FOLDER, program.state_shapes.frozen, note=report.line
                 )
                 self.state = state._replace(frozen=frozen)
-            done = self._begun_after = self.checkpoints.restored or 0  # Newer ones may be damaged.
-            self._watch.recent.extend(self._position.get(RECENT, ()))
+            done = self.checkpoints.restored or 0  # Newer ones may be damaged.
             self._feed.set_state(self._position, new_order=config.allow_changes)
             report.line(f"going on with {config.run_dir} after step {done}")
         else:
@@ -229,7 +221,7 @@ class Loop:
         self.validation_loss = total / weight
 
     def read_metrics(self, *, all_steps: bool = False, **measured: float) -> None:
-        """Waits for the metrics of the steps, and reports them, up to a loss spike.
+        """Waits for the metrics of the steps, and reports them.
 
         Args:
             all_steps: whether to wait for the last step too.
@@ -239,7 +231,7 @@ class Loop:
             FloatingPointError: if a loss or gradient is not finite and `non_finite` is "stop", or
                 in too many steps in a row.
         """
-        while self._spike is None and len(self._unread) > (0 if all_steps else self._ahead):
+        while len(self._unread) > (0 if all_steps else self._ahead):
             step = self._unread.popleft()
             self._read(step, {} if self._unread else measured)
 
@@ -251,73 +243,24 @@ class Loop:
         if not finite:
             self.checkpoints.wait()
             saved = self.checkpoints.latest
-        judgement = self._watch.judge(number, loss, norm, finite=finite, saved=saved)
-        if judgement is Judgement.SPIKE:
-            self._spike = step
-            return
-        if judgement is Judgement.GOOD:
+        if self._watch.judge(number, loss, norm, finite=finite, saved=saved):
             self._since_report.append(loss)
         else:
             self._skipped += 1
             self.report.line(f"step {number} skipped: loss {loss}, gradient norm {norm}")
         if number % self.config.steps_between_reports == 0 and self._since_report:
-            counts = {"steps_skipped": self._skipped, "batches_left_out": self._left_out}
             measured = {
                 "train_loss": float(np.mean(self._since_report)),
                 "gradient_norm": norm,
                 "learning_rate": float(metrics.learning_rate),
                 "memory_bytes": self._memory_bytes,
-                **{name: count for name, count in counts.items() if count},
+                **({"steps_skipped": self._skipped} if self._skipped else {}),
                 **self.checkpoints.take_costs(),
                 **measured,
             }
             self._since_report.clear()
-            self._skipped = self._left_out = 0
+            self._skipped = 0
         self.report.advance(number, measured or None)
-
-    def go_back(self, step: int) -> int:
-        """After a loss spike, goes back to the last checkpoint, and leaves out the data since then.
-
-        Args:
-            step: number of steps that are done.
-
-        Returns:
-            The number of steps that are done now.
-
-        Raises:
-            ArithmeticError: if the spike before led back to the same checkpoint.
-            CheckpointError: if the checkpoint cannot be read.
-        """
-        if self._spike is None:
-            return step
-        spike, self._spike = self._spike, None
-        self._unread.clear()
-        self._since_report.clear()
-        self.checkpoints.wait()
-        # The state with which the spike came is not gone back to, if there is an earlier one.
-        last = self.checkpoints.last_before(spike.number - 1)
-        line = self._watch.go_back(spike.number, float(spike.metrics.loss), last)
-        # The old state must not take memory beside the new one.
-        frozen = self.state.frozen
-        jax.tree.map(lambda x: x.delete(), self.state.changing if last else self.state)
-        self._watch.recent.clear()
-        if last:
-            with self.report.phase("reading the checkpoint"):
-                state, position = self.checkpoints.restore(
-                    self._program.state_shapes.changing, self._settings_to_compare, last=last
-                )
-            self.state = state._replace(frozen=frozen)
-            last = self.checkpoints.restored or 0
-            self._watch.recent.extend(position.get(RECENT, ()))
-        else:
-            self.state = self._initial_state()
-        self._feed.set_state(spike.position, new_order=False)
-        self._position = spike.position
-        del self.losses[last - self._begun_after :]
-        self.report.go_back(last)
-        self.report.line(line)
-        self._left_out += spike.number - last
-        return last
 
     def save(self, step: int) -> None:
         """Saves the state and the settings; returns before the files are complete.
@@ -328,14 +271,9 @@ class Loop:
             CheckpointError: if an earlier save has failed.
         """
         self.read_metrics(all_steps=True)
-        if self._spike is not None:
-            return
         self.save_settings()
         self.report.flush()
-        position: dict[str, Any] = dict(self._position)
-        if self.config.spike_factor is not None:
-            position[RECENT] = list(self._watch.recent)
-        self.checkpoints.save(step, self.state.changing, position, self._settings)
+        self.checkpoints.save(step, self.state.changing, self._position, self._settings)
 
     def require_finite_evaluation(self, step: int) -> None:
         """Raises NonFiniteError if the last evaluation of a run gave no finite loss."""

@@ -7,12 +7,10 @@ from pathlib import Path
 
 from startrail_jax.errors import InputError
 
-COPIES = "copies"
-"""Folder of a cache, or beside the runs, for copies of data that are in a store."""
 TOKENS = "tokens"
 """Folder beside the runs for the tokens of text."""
 _OF_DISK = ("file", "local")
-_COPYING = "rclone copy, gcloud storage rsync or aws s3 sync"
+_COPYING = "hf download, gcloud storage rsync, aws s3 sync or rclone copy"
 """Commands that copy a folder to a store or from it."""
 
 
@@ -38,7 +36,7 @@ def folder_here(url: str) -> Path:
     _check_not_of_disk("run_dir", url)
     protocol, _, rest = url.partition("://")
     folder = Path("runs", protocol, rest)
-    if folder.name in (COPIES, TOKENS):
+    if folder.name == TOKENS:
         raise InputError(
             f"run_dir must not be called {folder.name}, as a folder beside the runs is; got "
             f"{url!r}. Use another."
@@ -62,19 +60,12 @@ def check_folder(name: str, path: Path) -> None:
 
 
 def check_on_disk(name: str, path: Path | None) -> None:
-    """Raises ValueError if a file or a folder to read, of which no copy is made, is in a store."""
+    """Raises ValueError if a file or a folder to read is in a store."""
     if path is not None and is_in_store(path):
         raise InputError(
             f"{name} must be on a disk; got {without_secret(text_of(path))!r}. Copy it to one "
             f"first: {_COPYING}."
         )
-
-
-def check_input(name: str, path: Path | None) -> None:
-    """Raises ValueError if data are in a store and their URL cannot be used."""
-    if path is not None and is_in_store(path):
-        _check_url(name, text_of(path), hint="Use for example gs://bucket/data.")
-        _check_not_of_disk(name, text_of(path))
 
 
 def is_of_disk(url: str) -> bool:
@@ -88,11 +79,6 @@ def _check_not_of_disk(name: str, url: str) -> None:
             f"{name} must be a path if it is on this machine; got {url!r}. Use "
             f"/{url.partition('://')[2].partition('/')[2]}."
         )
-
-
-def is_inside(path: Path, folder: str) -> bool:
-    """Whether a folder in a store lies in data, or is the same."""
-    return is_in_store(path) and f"{folder}/".startswith(f"{text_of(path)}/")
 
 
 def without_secret(text: str) -> str:

@@ -174,23 +174,6 @@ def test_newest_checkpoints_are_kept(tmp_path):
         assert checkpoints.steps == [2000]
 
 
-def test_going_back_takes_an_earlier_checkpoint_and_removes_the_later_ones(tmp_path):
-    shapes = shapes_of({"a": jnp.full(3, 0)})
-    with Checkpoints(tmp_path, keep=9) as checkpoints:
-        for step in (2, 4, 6):
-            checkpoints.save(step, {"a": jnp.full(3, step)}, {"at": step})
-        checkpoints.wait()
-        assert checkpoints.last_before(6) == 4
-        assert checkpoints.restore(shapes, last=4)[1] == {"at": 4}
-        assert checkpoints.steps == [2, 4]
-        checkpoints.save(6, {"a": jnp.full(3, 7)}, {"at": "again"})
-        assert checkpoints.restore(shapes)[1] == {"at": "again"}
-        # Without an earlier one, the newest stays.
-        assert checkpoints.last_before(2) == 6
-        assert checkpoints.restore(shapes, last=6)[1] == {"at": "again"}
-        assert checkpoints.steps == [2, 4, 6]
-
-
 def assert_goes_on(folder, latest):
     """The latest checkpoint is whole, and the next save removes the unfinished one."""
     with Checkpoints(folder, keep=2) as checkpoints:

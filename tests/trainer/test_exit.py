@@ -13,7 +13,6 @@ from startrail_jax.errors import InputError, UnsupportedError, UserError
 from trainer import packages
 from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.errors import (
-    LossSpikeError,
     MissingPackageError,
     NonFiniteError,
     RunError,
@@ -28,7 +27,6 @@ BUILT_INS = {
     UnsupportedError: NotImplementedError,
     MissingPackageError: ImportError,
     NonFiniteError: FloatingPointError,
-    LossSpikeError: ArithmeticError,
     RunError: RuntimeError,
     StorageError: OSError,
     CheckpointError: RuntimeError,

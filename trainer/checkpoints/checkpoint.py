@@ -28,7 +28,6 @@ from trainer.checkpoints.reading import (
     FROZEN,
     CheckpointError,
     named_leaves,
-    newest_first,
     orbax_log,
     read_newest,
     whole_steps,
@@ -150,12 +149,6 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The last step with a whole checkpoint; None if there is none."""
         return max(self.steps, default=None)
-
-    def last_before(self, step: int) -> int:
-        """The last step before another one with a whole checkpoint; without one, the newest of all,
-        and 0 without any."""
-        steps = self.steps
-        return max((x for x in steps if x < step), default=max(steps, default=0))
 
     def begin_after(self) -> int:
         """The step that a run goes on from, 0 at its beginning. All processes must call it.
@@ -294,8 +287,6 @@ class Checkpoints:
         self,
         state: PyTree[jax.ShapeDtypeStruct],
         settings: Mapping[str, str] | None = None,
-        *,
-        last: int | None = None,
     ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
         """Reads the newest checkpoint that is whole, after it has waited for a save in progress.
 
@@ -306,7 +297,6 @@ class Checkpoints:
             state: shapes, types and shardings to restore to. The mesh may differ from the one that
                 the checkpoint was saved from.
             settings: settings that must be those that the checkpoint was saved with, as flags.
-            last: removes the checkpoints after this step first; None to keep all.
 
         Returns:
             The state, a tree like `state`; and the position in the data.
@@ -317,8 +307,6 @@ class Checkpoints:
             ValueError: if it belongs to another model or optimizer, or to other settings.
         """
         self.wait()
-        if last is not None:
-            self._remove([step for step in newest_first(self._folder) if step > last])
         step, arrays, data, damaged = read_newest(
             self._folder,
             dict(named_leaves(state)),

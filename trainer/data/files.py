@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -333,3 +334,27 @@ def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
         if all(parts):
             return parts
     return None
+
+
+def holds_tokens(path: Path, option: str) -> bool:
+    """Whether data are files of tokens, by their names.
+
+    Args:
+        path: a file or a folder. One that is gone has its own name alone.
+        option: the setting that names it, for errors: "data.path".
+
+    Raises:
+        ValueError: if it is gone and its name does not tell.
+    """
+    names = [path.name]
+    if path.is_dir():
+        # Of a folder of folders, one file is enough to know it.
+        names = [x.name for x in os.scandir(path) if x.is_file() and not x.name.startswith(".")]
+        names = names or list(itertools.islice(walk_files(path), 1))
+    elif not path.exists() and not path.suffix:
+        raise InputError(
+            f"{option} must exist, or its name must tell whether it is text or tokens; got "
+            f"{str(path)!r}, which is not below {str(Path.cwd())!r}. Start the program where the "
+            "run began, or correct the path."
+        )
+    return any(kind_of(Path(name)) in TOKEN_KINDS for name in names)

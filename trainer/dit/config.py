@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
-from trainer.places import COPIES, check_folder, check_input, is_in_store
+from trainer.places import check_on_disk
 from trainer.task import SampleOptions
 
 
@@ -89,9 +89,8 @@ class ImageConfig:
     """Images or latents to train on."""
 
     path: Path | None = None
-    """A folder of images, with a subfolder for each class, or an *.npz file of latents, or the URL
-    of such data in a store, such as gs://bucket/images, which are copied once. The default is the
-    handwritten digits that come with scikit-learn."""
+    """A folder of images, with a subfolder for each class, or an *.npz file of latents. The default
+    is the handwritten digits that come with scikit-learn."""
     validation_fraction: float = 0.1
     """Fraction of the examples that is held out."""
     resize: Literal["crop", "pad", "stretch"] | None = None
@@ -109,21 +108,9 @@ class ImageConfig:
     class_names: tuple[str, ...] = ()
     """Names of the classes, in the order of their labels, for sample.py. The default are the
     subfolders of a folder of images, in their order."""
-    cache: Path | None = None
-    """Folder for the copies of data that are in a store. The default is the folder of the runs."""
 
     def __post_init__(self) -> None:
-        check_input("data.path", self.path)
-        check_folder("data.cache", self.cache or Path())
-        is_copied = self.path is not None and (
-            is_in_store(self.path) or self.path.is_relative_to((self.cache or Path()) / COPIES)
-        )
-        if self.cache is not None and not is_copied:
-            raise InputError(
-                "data.cache holds copies of data that are in a store, such as gs://bucket/images; "
-                f"got cache={str(self.cache)!r}, path={self.path}. Leave it out; if it is in a "
-                "config.json, give --data.cache None."
-            )
+        check_on_disk("data.path", self.path)
         if not 0 < self.validation_fraction < 1:
             raise InputError(
                 "data.validation_fraction must be above 0 and below 1; got "

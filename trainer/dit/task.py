@@ -46,14 +46,10 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         return Denoising(config)
 
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
-        from trainer.data.remote import origin_of, with_copies
         from trainer.dit.batches import image_batch
         from trainer.dit.images import open_images
 
-        data = with_copies(config.data, config.run_dir.parent)
-        collate = partial(image_batch, config=config, layout=layout)
-        images = open_images(replace(config, data=data), collate)
-        return replace(images, description=images.description + origin_of(config.data))
+        return open_images(config, partial(image_batch, config=config, layout=layout))
 
     def sample(
         self, run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Any

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig, check_minimum
-from trainer.places import check_folder, check_input, check_on_disk
+from trainer.places import check_folder, check_on_disk
 from trainer.task import SampleOptions
 
 TOKENIZER = "tokenizer.json"
@@ -224,9 +224,8 @@ class DataConfig:
     path: Path | None = None
     """A text file, a *.jsonl file (either also as *.gz), a table in *.parquet or *.arrow, a *.bin
     or *.npy file of tokens, or a folder of such files, all of one kind. If a folder has files
-    train.* and val.*, the former are trained on and the latter are held out. It may also be the URL
-    of a file or folder in a store, such as gs://bucket/data, which is copied once. The default is
-    the source code of the Python standard library."""
+    train.* and val.*, the former are trained on and the latter are held out. The default
+    is the source code of the Python standard library."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"
@@ -276,13 +275,11 @@ class DataConfig:
     out."""
     cache: Path | None = None
     """Folder for the tokens of text, from which later runs with the same text and tokenizer read
-    them, and for copies of data in a store. The defaults are the folders `tokens` and `copies`
-    beside that of the run; without a tokenizer, bytes are kept in memory."""
+    them. The default is the folder `tokens` beside that of the run; without a tokenizer, bytes are
+    kept in memory."""
 
     def __post_init__(self) -> None:
-        for name in ("path", "validation_path"):
-            check_input(f"data.{name}", getattr(self, name))
-        for name in ("tokenizer", "chat_template"):
+        for name in ("path", "validation_path", "tokenizer", "chat_template"):
             check_on_disk(f"data.{name}", getattr(self, name))
         check_folder("data.cache", self.cache or Path())
         if not 0 < self.validation_fraction < 1:

@@ -43,7 +43,6 @@ from trainer.gpt.encoding import (
     encode,
 )
 from trainer.gpt.tokenizer import FileTokenizer, text_tokenizer
-from trainer.places import COPIES
 
 # Number of tokens at both ends of a part of a file that are checked when the file is opened, so
 # that a wrong data type is found at once. All other tokens are checked when they are read.
@@ -165,9 +164,6 @@ def find_parts(config: DataConfig) -> tuple[Files, Files | None]:
 def check_effects(config: DataConfig, files: Files, validation: Files | None) -> None:
     """Raises if an option is set that has no effect on these data."""
     kinds = {files.kind, files.kind if validation is None else validation.kind}
-    # The cache holds copies of data that are in a store, too.
-    copies, paths = (config.cache or Path()) / COPIES, (config.path, config.validation_path)
-    is_copied = any(path and path.is_relative_to(copies) for path in paths)
     idle = {
         "bin_dtype": "bin" not in kinds,
         "text_key": kinds.isdisjoint(RECORD_KINDS) or config.loss_on == "completion",
@@ -178,7 +174,7 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
         if kinds <= set(TOKEN_KINDS)
         else config.tokenizer is None,
         "validation_fraction": validation is not None,
-        "cache": kinds <= set(TOKEN_KINDS) and not is_copied,
+        "cache": kinds <= set(TOKEN_KINDS),
         "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,
     }
     for name, default in vars(DataConfig()).items():

@@ -14,7 +14,7 @@ from jaxtyping import Integer
 import startrail_jax as st
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
-from trainer.data.remote import holds_tokens
+from trainer.data.files import holds_tokens
 from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions, attention_of
 from trainer.gpt.corpus import Corpus

@@ -74,9 +74,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return NextToken(config)
 
     def open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
-        from trainer.data.remote import origin_of
-
-        path, remark = config.data.tokenizer, origin_of(config.data)
+        path, remark = config.data.tokenizer, ""
         if copy := kept_tokenizer(path, config, config.run_dir):
             config = replace(config, data=replace(config.data, tokenizer=copy))
             remark += f"; tokenizer: {copy}, as {path} is gone"
@@ -84,14 +82,12 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return replace(data, description=data.description + remark)
 
     def _open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
-        from trainer.data.remote import with_copies
         from trainer.gpt.batches import Sequences, TextDataset, collate
         from trainer.gpt.corpus import open_corpus
         from trainer.gpt.documents import first_lengths, hint, text_documents
 
-        # Beside the run, so that the next run finds the copies and the tokens too.
-        data = with_copies(config.data, config.run_dir.parent)
-        cache = config.run_dir.parent / TOKENS
+        # Beside the run, so that the next run finds the tokens too.
+        data, cache = config.data, config.run_dir.parent / TOKENS
         if data.loss_on == "completion":
             from trainer.gpt.chat.corpus import open_examples
 

@@ -26,12 +26,10 @@ import tyro
 from startrail_jax.errors import InputError
 from trainer.data.cache import check_new, write_folder
 from trainer.data.files import TOKEN_KINDS
-from trainer.data.remote import with_copies
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import check_effects, find_parts, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
 from trainer.gpt.tokenizer import FileTokenizer
-from trainer.places import check_folder, is_in_store
 from trainer.printable import printable, say
 
 # More than any tokenizer has: the model, which is not known here, has as many as it needs.
@@ -60,8 +58,6 @@ class TokenizeOptions:
     validation_fraction: float = 0.05
     """Fraction that is held out if there is no `validation_path`: of the documents, or of every
     document at its end where no whole ones can be."""
-    cache: Path | None = None
-    """Folder for the copies of text that is in a store. The default is the one in which OUT is."""
 
 
 def tokenize(options: TokenizeOptions) -> str:
@@ -76,16 +72,8 @@ def tokenize(options: TokenizeOptions) -> str:
             tokenised.
     """
     check_new("OUT", options.out)
-    check_folder("data.cache", options.cache or Path())
-    stored = [x for x in (options.text, options.validation_path) if x and is_in_store(x)]
-    if options.cache is not None and not stored:
-        raise InputError(
-            "data.cache holds copies of text that is in a store, such as gs://bucket/books; got "
-            f"cache={str(options.cache)!r} for {str(options.text)!r}. Leave it out."
-        )
-    given = DataConfig(
+    config = DataConfig(
         path=options.text,
-        cache=options.cache,
         tokenizer=options.tokenizer,
         text_key=options.text_key,
         end_of_document=options.end_of_document,
@@ -93,7 +81,6 @@ def tokenize(options: TokenizeOptions) -> str:
         validation_path=options.validation_path,
         validation_fraction=options.validation_fraction,
     )
-    config = with_copies(given, options.out.parent)
     files, validation = find_parts(config)
     if files.kind in TOKEN_KINDS:
         raise InputError(

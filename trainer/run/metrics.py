@@ -129,14 +129,6 @@ class Reporter:
         self._drop_after(first_step)
         self._trackers.extend(trackers)
 
-    def go_back(self, step: int) -> None:
-        """Removes the metrics of all steps after one from the files: they will be done again."""
-        self._bar.update(self._task, completed=step)
-        # Speed is measured anew.
-        self._begun = self._reported = None
-        if self._path is not None:
-            self._drop_after(step)
-
     def _drop_after(self, last_step: int) -> None:
         assert self._path is not None
         if broken := drop_after(self._path, last_step):

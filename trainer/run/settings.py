@@ -33,7 +33,7 @@ FREE_SETTINGS = (
     *("plan", "wandb", "mlflow"),
     *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),
     # Only steps that are yet to be done depend on these.
-    *("non_finite", "non_finite_limit", "spike_factor"),
+    *("non_finite", "non_finite_limit"),
     *("validation_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
 )
 
@@ -88,6 +88,9 @@ def _rename(values: dict[str, Any]) -> None:
     ):
         if isinstance(part, dict) and old in part:
             part[new] = part.pop(old)
+    values.pop("spike_factor", None)
+    if isinstance(data, dict) and "latent_scale" in data:
+        data.pop("cache", None)  # Of images in an object store.
     if isinstance(mesh, dict) and "c" not in mesh and mesh.get("group", 1) is None:
         # Before there was mesh.c, a team without a group set both.
         values["mesh"] = mesh | {"c": mesh.get("team"), "team": None}

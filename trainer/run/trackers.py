@@ -92,7 +92,7 @@ class WandbRun:
             settings=wandb.Settings(console="off", silent=True, finish_timeout=30),
         )
         self._run.config.update(dict(settings), allow_val_change=True)
-        # W&B's own counter refuses a step that is done again after a kill or a loss spike.
+        # W&B's own counter refuses a step that is done again after a kill.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -81,7 +81,7 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
     """
     if config.init_from is None:
         return config
-    from trainer.data.remote import holds_tokens
+    from trainer.data.files import holds_tokens
 
     data, path = config.data, config.init_from / TOKENIZER
     if data.path is not None and holds_tokens(data.path, "data.path"):
