@@ -96,7 +96,7 @@ def test_pauses_count_for_nothing(tmp_path, clock):
     assert [record["tokens_per_second"] for record in records(tmp_path)] == [None, 32, 32, 32]
 
 
-def test_resume_and_going_back_drop_what_will_be_done_again(tmp_path, clock, capsys):
+def test_resume_drops_what_will_be_done_again(tmp_path, clock, capsys):
     run(clock, make_reporter(tmp_path), range(1, 8))
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 8, "tra')
@@ -111,11 +111,6 @@ def test_resume_and_going_back_drop_what_will_be_done_again(tmp_path, clock, cap
         "step 8/9  train loss 0.1250  32 tokens/s  0:02 left",
     ]
     assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
-    resumed.go_back(2)
-    assert [record["step"] for record in records(tmp_path)] == [2]
-    run(clock, resumed, range(3, 5))
-    assert [record["step"] for record in records(tmp_path)] == [2, 4]
-    assert capsys.readouterr().out.startswith("step 4/9  train loss 0.2500  32 tokens/s")
 
 
 def test_resume_leaves_broken_lines_out_and_says_so(tmp_path, capsys):

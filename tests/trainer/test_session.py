@@ -27,7 +27,7 @@ from trainer.task import SampleOptions
             }
             | {"init_from", "run_dir"},
         ),
-        (dit_digits(), {"data.path", "data.cache", "run_dir"}),
+        (dit_digits(), {"data.path", "run_dir"}),
         (TextOptions(), {"prompt_file", "tokenizer"}),
         (ImageOptions(), {"out"}),
     ],
