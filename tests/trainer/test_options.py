@@ -12,6 +12,8 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import Distributed
 from trainer.data.files import find_files
+from trainer.dit.config import ImageConfig
+from trainer.gpt.config import DataConfig
 from trainer.run.settings import save_config
 
 pytestmark = pytest.mark.quick
@@ -62,6 +64,11 @@ def test_object_stores_are_refused_with_a_way_out():
         dataclasses.replace(gpt_tiny(), run_dir=Path("gs://bucket/run"))
     with refused(InputError, "got 's3:/bucket/a'"):
         find_files(Path("s3://bucket/a"), "data.path")
+    for name in ("path", "validation_path", "tokenizer"):
+        with refused(InputError, f"data.{name} must be on a disk; got 'gs://", "aws s3 sync"):
+            DataConfig(**{name: Path("gs://bucket/a")})
+    with refused(InputError, "data.path must be on a disk; got 'gs://"):
+        ImageConfig(path=Path("gs://bucket/a"))
 
 
 @pytest.mark.parametrize(
