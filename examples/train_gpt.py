@@ -1,6 +1,6 @@
 """A GPT on packed documents in one file, to copy: Flax NNX, optax, orbax and the attention.
 
-python examples/train_gpt.py --data FOLDER --c 2     # The same command goes on from its checkpoint.
+python examples/train_gpt.py --data FOLDER --c 2     # The same command resumes an interrupted run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def rotate(x, positions):
 
 class Block(nnx.Module):
     def __init__(self, width, heads, kv_heads, attention, rngs):
-        self.attention, self.split = attention, (heads, kv_heads, width // heads)
+        self.attention, self.splits = attention, (heads, heads + kv_heads)
         self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(2)])
         self.qkv = nnx.Linear(width, (heads + 2 * kv_heads) * width // heads, rngs=rngs)
         self.out = nnx.Linear(width, width, rngs=rngs)
@@ -33,9 +33,8 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x, positions, segment_ids):
-        heads, kv_heads, head_dim = self.split
-        qkv = self.qkv(self.norms[0](x)).reshape(*x.shape[:2], -1, head_dim)
-        query, key, value = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
+        qkv = self.qkv(self.norms[0](x)).reshape(*x.shape[:2], -1, x.shape[2] // self.splits[0])
+        query, key, value = jnp.split(qkv, self.splits, axis=2)
         query, key = rotate(query, positions), rotate(key, positions)
         seen = self.attention(query, key, value, segment_ids=segment_ids)
         x = x + self.out(seen.reshape(x.shape))
@@ -62,11 +61,13 @@ class GPT(nnx.Module):
 
 def batches(folder, seq_len, batch_size):
     """Documents of bytes, packed in rows: batch i is the same in every run."""
-    texts = [path.read_bytes() + b"\0" for path in sorted(folder.glob("*.py"))]
+    texts = [x.read_bytes() + b"\0" for x in sorted(folder.glob("[!.]*")) if x.is_file()]
     stream = np.frombuffer(b"".join(texts), np.uint8).astype(np.int32)
     document = np.repeat(np.arange(len(texts), dtype=np.int32), [len(text) for text in texts])
     start = np.flatnonzero(np.diff(document, prepend=-1))[document]
-    rows = (len(stream) - 1) // seq_len
+    rows, needed = (len(stream) - 1) // seq_len, batch_size * seq_len + 1
+    if rows < batch_size:
+        raise SystemExit(f"{folder} must hold at least {needed} bytes; got {len(stream)}.")
 
     def batch(number):
         """Tokens, targets, positions, segment ids and weights, each [batch, seq]."""
@@ -82,11 +83,11 @@ def batches(folder, seq_len, batch_size):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser()
-    for name, default in dict(steps=300, batch_size=4, seq_len=2048, c=1, head=1).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    defaults = dict(steps=300, batch_size=4, seq_len=1024, c=1, head=1, save_every=100)
+    defaults |= dict(data=Path(argparse.__file__).parent, run_dir=Path("runs/train_gpt"))
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag")
-    parser.add_argument("--data", type=Path, default=Path(argparse.__file__).parent)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/train_gpt"))
     args = parser.parse_args(arguments)
     mesh = st.make_mesh(st.Degrees.startrail(len(jax.devices()), c=args.c, head=args.head))
     attention = st.Attention(mesh, causal=True, layout=args.layout)
@@ -106,12 +107,11 @@ def main(arguments=None):
         done, losses = (checkpoints.latest.step if checkpoints.latest else 0), []
         state = checkpoints.load(done, state) if done else state
         for number in range(done, args.steps):
-            # Each device gets its share of the tokens, in the order of the layout.
             state, loss = train_step(state, *attention.shard(*batch(number)))
             losses.append(float(loss))
             print(f"step {number + 1}  loss {losses[-1]:.4f}", flush=True)
-        if losses:
-            checkpoints.save(args.steps, state)
+            if (number + 1) % args.save_every == 0 or number + 1 == args.steps:
+                checkpoints.save(number + 1, state)  # The step is also the position in the data.
     return losses
 
 

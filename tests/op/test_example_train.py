@@ -1,6 +1,7 @@
 """`examples/train_gpt.py`, a file to copy: right gradients, a resume to the bit, either order."""
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import jax
@@ -65,8 +66,9 @@ def test_loss_and_gradients_are_those_of_dense_attention(example, texts, layout)
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_the_same_and_so_is_either_order(example, texts, tmp_path, monkeypatch):
+@pytest.fixture
+def run(example, texts, tmp_path, monkeypatch):
+    """Runs the program on 8 devices, and returns its losses."""
     devices = jax.devices()[:8]
     monkeypatch.setattr(jax, "devices", lambda: devices)
 
@@ -74,8 +76,34 @@ def test_a_resumed_run_is_the_same_and_so_is_either_order(example, texts, tmp_pa
         flags = f"{FEW} --data {texts} --run-dir {tmp_path / folder} {more}"
         return example.main(flags.split())
 
-    whole = run("whole", "--steps 4")
-    assert [*run("parts", "--steps 2"), *run("parts", "--steps 4")] == whole
-    assert run("parts", "--steps 4") == []
-    natural = run("natural", "--steps 4 --layout contiguous --c 2")
-    np.testing.assert_allclose(natural, whole, rtol=1e-5)
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("done", [3, 24])  # In the warm-up, and where the rate falls.
+def test_the_same_command_resumes_an_interrupted_run_to_the_bit(run, tmp_path, done):
+    command = f"--steps {done + 3} --save-every {done}"
+    losses = run("whole", command)
+    assert len(losses) == done + 3
+    shutil.rmtree(tmp_path / "whole" / str(done + 3))  # As if killed after the step `done`.
+    assert run("whole", command) == losses[done:]
+    assert run("whole", command) == []
+
+
+@pytest.mark.slow
+def test_losses_are_the_same_in_either_order_and_scheme(run):
+    natural = run("natural", "--steps 6 --layout contiguous")
+    zigzag = run("zigzag", "--steps 6 --layout zigzag --c 2")
+    np.testing.assert_allclose(zigzag, natural, rtol=1e-5)
+
+
+def test_documents_are_all_files_of_a_folder_and_too_few_are_an_error(example, tmp_path):
+    with pytest.raises(SystemExit, match=r"at least 513 bytes.*got 0"):
+        example.batches(tmp_path, 256, 2)
+    (tmp_path / "a.txt").write_bytes(b"a" * 400)
+    (tmp_path / "b.md").write_bytes(b"b" * 200)
+    tokens, _, positions, ids, weights = example.batches(tmp_path, 256, 2)(0)
+    assert set(tokens.flat) == {0, *b"ab"}
+    assert positions.max() == 255
+    assert ids.max() == 1
+    assert weights.sum() == 2 * 256 - 1
