@@ -158,6 +158,11 @@ class ModelSizes:
         }
 
     @property
+    def passes(self) -> int:
+        """Products of a step with each weight: the last, its gradient, is of those not frozen."""
+        return 2 if self.lora_rank else 3
+
+    @property
     def layer_adapters(self) -> int:
         """Weights of the adapters of a layer."""
         return self.lora_rank * sum(sum(self.projections[name]) for name in self.lora_targets)
@@ -201,8 +206,8 @@ class ModelSizes:
         attention = 4 * self.heads * self.head_dim * pairs / seq_len
         head = (2 if self.takes_values else 1) * self.width * self.outputs
         matrices = self.layers * self.layer_matrices + head
-        passes = 2 if self.lora_rank else 3
-        return 2.0 * (passes * matrices + 3 * self.layers * self.layer_adapters) + 3.0 * attention
+        adapters = self.layers * self.layer_adapters
+        return 2.0 * (self.passes * matrices + 3 * adapters) + 3.0 * attention
 
     @property
     def document_cost(self) -> DocumentCost:

@@ -119,20 +119,19 @@ class Step:
             waits = waits + self.timing.exchanges_again_seconds[savings.offload][self._rows]
         layer = self._products(model.layer_matrices)
         adapters = self._products(model.layer_adapters)
-        passes = 2 if model.lora_rank else 3
         # What is recomputed of a layer stops before the last product of the MLP.
         matrix = model.width * model.mlp_width
         of_mlp = (model.mlp_matrices - 1) * matrix * (savings.remat in REPEATS_MLP)
         of_rest = model.layer_matrices - model.mlp_matrices * matrix
         again = self._products(of_mlp + of_rest * (savings.remat in REPEATS_PROJECTIONS))
-        head = passes * self._products(model.outputs * model.width)
+        head = model.passes * self._products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
         # inputs.
         sums = 4 + (savings.remat in REPEATS_PROJECTIONS)
         shard = self.trained / (self.settings.replicas if savings.zero else 1)
         return {
             "attention": compute,
-            "products": layers * (passes * layer + 3 * adapters) + head,
+            "products": layers * (model.passes * layer + 3 * adapters) + head,
             "other kernels": self._between,
             "recomputation": layers * again + repeats * forward.compute,
             "optimizer": _ADAM_BYTES * shard / self.cluster.gpu.memory_rate,

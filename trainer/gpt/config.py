@@ -191,7 +191,7 @@ class GPTConfig:
             raise InputError(
                 "model.rope.stretches='global' needs layers without a window; got "
                 f"windows={self.windows}. Give model.windows a `none`, or use "
-                " --model.rope.stretches all."
+                "--model.rope.stretches all."
             )
 
     @property
@@ -200,10 +200,9 @@ class GPTConfig:
         return _of_layers(self.windows, self.layers)
 
     @property
-    def window_of_all(self) -> int | None:
-        """The window of all layers; None if they have none, or differ."""
-        first, *others = set(self.layer_windows)
-        return None if others else first
+    def has_one_window(self) -> bool:
+        """Whether all layers have the same window, or none: it is then that of the attention."""
+        return len(set(self.layer_windows)) == 1
 
     @property
     def layer_bases(self) -> tuple[float | None, ...]:
@@ -438,7 +437,7 @@ class GPTTrainConfig(TrainConfig):
 
     @property
     def attention_of_model(self) -> dict[str, Any]:
-        alike = len(set(self.model.layer_windows)) == 1
+        alike = self.model.has_one_window
         return attention_of(self.model) | {"window": self.layer_windows[0] if alike else None}
 
     @property
@@ -455,7 +454,7 @@ def attention_of(model: GPTConfig) -> dict[str, Any]:
     scale = None if model.scale_dim is None else model.scale_dim**-0.5
     return {
         "layout": "zigzag",
-        "window": model.window_of_all,
+        "window": model.layer_windows[0] if model.has_one_window else None,
         "softcap": model.softcap,
         "scale": scale,
     }

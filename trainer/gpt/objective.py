@@ -45,9 +45,7 @@ class NextToken(Objective):
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         config = self._config
-        # A window of all layers is that of the attention.
-        alike = len(set(config.model.layer_windows)) == 1
-        windows = (None,) if alike else config.layer_windows
+        windows = (None,) if config.model.has_one_window else config.layer_windows
         return make_gpt(config.model, config.lora, attention_fn, hooks, rngs, windows=windows)
 
     def batch_shapes(self, layout: Layout) -> TokenBatch:
@@ -104,8 +102,7 @@ def model_arguments(config: GPTConfig) -> dict[str, Any]:
     # What belongs to the attention callable, and what is said for each layer.
     others = ("softcap", "scale_dim", "rope")
     arguments = {name: value for name, value in vars(config).items() if name not in others}
-    # A window of all layers is that of the attention.
-    windows = (None,) if len(set(config.layer_windows)) == 1 else config.layer_windows
+    windows = (None,) if config.has_one_window else config.layer_windows
     return arguments | {"windows": windows, "ropes": _ropes(config)}
 
 

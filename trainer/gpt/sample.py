@@ -258,7 +258,7 @@ def continue_text(
         the program is interrupted.
     """
     config: Any = program.config
-    attention = dataclasses.replace(program.attention, window=config.model.window_of_all)
+    attention = dataclasses.replace(program.attention, window=attention_of(config.model)["window"])
     sampling = Sampling(temperature=config.temperature, seed=config.seed)
     generator = Generator(config, attention, sampling, zero=config.zero)
     length = min(config.sample_length, config.seq_len - config.sample_length)
