@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs import RECIPES
-from startrail_jax.errors import InputError
 from trainer.command_line import (
     Command,
     exit_with_usage_error,
@@ -38,7 +37,6 @@ from trainer.command_line import (
 )
 from trainer.config import Distributed, TrainConfig
 from trainer.gpt.pretrained.defaults import pretrained
-from trainer.places import check_mirror, folder_here, is_in_store
 from trainer.printable import say
 from trainer.run.commands import command
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -75,9 +73,9 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     import jax
 
     from trainer.checkpoints.checkpoint import Checkpoints
-    from trainer.copies import Copies, preparation
     from trainer.data.batches import Feed
     from trainer.loop import Loop
+    from trainer.mirror import Mirror
     from trainer.parallel.checks import make_attention
     from trainer.parallel.step import Program
     from trainer.planning import Planner
@@ -93,6 +91,11 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens
+
+    def mirror(is_there: bool) -> Mirror:
+        url = config.mirror if is_there else None
+        return Mirror(url, config.run_dir, keep=config.checkpoint.keep)
+
     with (
         joined(
             options,
@@ -101,7 +104,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             call=config.attention_call,
             folder=config.run_dir,
             plan=Planner(config, task),
-            prepare=preparation(config),
+            prepare=lambda: mirror(config.plan != "show").fetch(),
             saves_at_sigterm=True,
         ) as session,
         Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
@@ -141,11 +144,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         with (
             open_run(config, writes=session.is_first) as run_dir,
             interruption(several=jax.process_count() > 1) as interrupted,
-            Copies(
-                config.mirror if session.is_first else None,
-                run_dir,
-                keep=config.checkpoint.keep,
-            ) as copies,
+            mirror(session.is_first) as copies,
             Checkpoints(
                 run_dir / CHECKPOINTS_FOLDER,
                 keep=config.checkpoint.keep,
@@ -226,7 +225,6 @@ def _run_steps(loop: Any, done: int) -> bool:
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     """What a command line asks for; on a mistake, prints a message and exits with status 2."""
-    arguments = _with_mirror(arguments)
     name, folder = "gpt_tiny", flag_of(arguments, "--init-from")
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
@@ -258,22 +256,6 @@ def _say_if_new(settings_of: Path, run_dir: str | None) -> None:
             f"NOTE: {run_dir} is a new run, from step 0, with the settings of {settings_of}. To go "
             "on with that run, leave out --run-dir."
         )
-
-
-def _with_mirror(arguments: list[str]) -> list[str]:
-    """The command line; for --run-dir URL, with a folder here and --mirror URL in its place."""
-    url = flag_of(arguments, "--run-dir")
-    if url is None or not is_in_store(Path(url)):
-        return arguments
-    check_mirror(url)
-    if flag_of(arguments, "--mirror") is not None:
-        raise InputError(
-            "--mirror names the store of a run whose folder is here; got both --mirror and "
-            f"--run-dir {url}. Leave one of them out."
-        )
-    folder = folder_here(url)
-    say(f"NOTE: the run is in {folder} on this machine; every checkpoint is copied to {url}")
-    return [*arguments, f"--run-dir={folder}", "--mirror", url]
 
 
 if __name__ == "__main__":

@@ -446,6 +446,10 @@ class TrainConfig:
         check_folder("run_dir", self.run_dir)
         if self.mirror is not None:
             check_mirror(self.mirror)
+            if not self.steps:
+                raise InputError(
+                    "mirror copies the checkpoints of a run that trains; got steps=0. Leave it out."
+                )
         check_minimum("steps", self.steps, self.least_steps)
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from startrail_jax.errors import InputError
 
-TOKENS = "tokens"
-"""Folder beside the runs for the tokens of text."""
 _OF_DISK = ("file", "local")
 _COPYING = "hf download, gcloud storage rsync, aws s3 sync or rclone copy"
 """Commands that copy a folder to a store or from it."""
@@ -25,23 +23,6 @@ def text_of(path: Path) -> str:
         return str(path)
     protocol, _, rest = str(path).partition(":/")
     return f"{protocol}:///{rest}" if protocol in _OF_DISK else f"{protocol}://{rest}"
-
-
-def folder_here(url: str) -> Path:
-    """The folder on this machine for a run in a store: runs/gs/bucket/mine for gs://bucket/mine.
-
-    Raises:
-        ValueError: if the URL is that of no store, or has the name of another folder of runs.
-    """
-    _check_not_of_disk("run_dir", url)
-    protocol, _, rest = url.partition("://")
-    folder = Path("runs", protocol, rest)
-    if folder.name == TOKENS:
-        raise InputError(
-            f"run_dir must not be called {folder.name}, as a folder beside the runs is; got "
-            f"{url!r}. Use another."
-        )
-    return folder
 
 
 def check_folder(name: str, path: Path) -> None:
@@ -73,14 +54,6 @@ def is_of_disk(url: str) -> bool:
     return url.partition("://")[0] in _OF_DISK
 
 
-def _check_not_of_disk(name: str, url: str) -> None:
-    if is_of_disk(url):
-        raise InputError(
-            f"{name} must be a path if it is on this machine; got {url!r}. Use "
-            f"/{url.partition('://')[2].partition('/')[2]}."
-        )
-
-
 def without_secret(text: str) -> str:
     """A text to show, without what may be a secret in a URL: all before an @, and queries.
 
@@ -90,28 +63,27 @@ def without_secret(text: str) -> str:
     return re.sub(r"(/\S*?[?#])[^\s'\")>]+", r"\1***", text)
 
 
+def short(error: Exception) -> str:
+    """The type and the message of an error, without what may be a secret in a URL."""
+    return without_secret(f"{type(error).__name__}: {error}").rstrip(".")[:500]
+
+
 def check_mirror(url: str) -> None:
     """Raises ValueError unless a text is the URL of a folder in a store, without secrets."""
-    hint = "Use for example --mirror gs://bucket/runs/mine."
-    _check_url("mirror", url, hint=hint)
-    if not url.partition("://")[2].partition("/")[2].strip("/"):
-        raise InputError(
-            f"mirror must name a folder below the bucket or the root; got mirror={url!r}. {hint}"
-        )
-
-
-def _check_url(name: str, url: str, *, hint: str) -> None:
-    """Raises ValueError unless a text is a URL without secrets; `hint` has an example."""
-    host = url.partition("://")[2].partition("/")[0]
+    host, _, folder = url.partition("://")[2].partition("/")
     # Of Hugging Face, what follows an @ is a revision.
     signs = "[?#]" if url.startswith("hf://") and ":" not in host else "[@?#]"
     if re.search(signs, url) or not re.fullmatch(r"[^:]*(:\d*)?", host):
         # The message must not show them.
         raise InputError(
-            f"{name} must hold no password, key or token, as config.json keeps it; got a URL with "
+            "mirror must hold no password, key or token, as config.json keeps it; got a URL with "
             "an @, ? or # in it, or a : that begins no port. Give secrets as the package of the "
             "store takes them: by its environment variables, or by files in the home folder."
         )
     is_plain = "://" in url and "::" not in url and not {".", ".."} & set(url.split("/"))
-    if not is_plain or "[" in host or not (host or is_of_disk(url)):
-        raise InputError(f"{name} must be the URL of a store; got {name}={url!r}. {hint}")
+    is_whole = folder.strip("/") and "[" not in host and (host or is_of_disk(url))
+    if not is_plain or not is_whole:
+        raise InputError(
+            "mirror must be the URL of a folder in a store, below the bucket or the root; got "
+            f"mirror={url!r}. Use for example --mirror gs://bucket/runs/mine."
+        )

@@ -2,8 +2,7 @@
 
 import pytest
 
-from trainer.places import without_secret
-from trainer.urls import short
+from trainer.places import short, without_secret
 
 pytestmark = pytest.mark.quick
 

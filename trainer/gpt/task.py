@@ -21,7 +21,6 @@ from trainer.gpt.pretrained.defaults import (
     with_tokenizer,
     with_vocabulary,
 )
-from trainer.places import TOKENS
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import InitialWeights, Task
 
@@ -87,7 +86,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.gpt.documents import first_lengths, hint, text_documents
 
         # Beside the run, so that the next run finds the tokens too.
-        data, cache = config.data, config.run_dir.parent / TOKENS
+        data, cache = config.data, config.run_dir.parent / "tokens"
         if data.loss_on == "completion":
             from trainer.gpt.chat.corpus import open_examples
 

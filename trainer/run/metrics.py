@@ -22,11 +22,11 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
 from trainer import durable
 from trainer.errors import StorageError
+from trainer.places import short
 from trainer.printable import duration, printable
 from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE, drop_after, writing
 from trainer.run.trackers import End, Tracker
-from trainer.urls import short
 
 TENSORBOARD_FOLDER = "tensorboard"
 

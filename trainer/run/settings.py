@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeVar
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.durable import replace_text
-from trainer.places import check_mirror, folder_here, is_in_store, text_of
-from trainer.run.commands import command
+from trainer.places import check_on_disk, text_of
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -192,19 +191,11 @@ def config_of(run_dir: Path, name: str) -> Path:
     path = run_dir / CONFIG_FILE
     if path.is_file():
         return path
-    advice = "Use the --run-dir of train.py."
+    check_on_disk(name, run_dir)
     what = "a folder without one" if run_dir.is_dir() else "no such folder"
-    if is_in_store(run_dir):
-        url = text_of(run_dir)
-        check_mirror(url)
-        what, here = "which is in a store", folder_here(url)
-        fetching = command("trainer.copies", url, here)
-        advice = f"Fetch it first, and give {here}: {fetching}"
-        if (here / CONFIG_FILE).is_file():
-            advice = f"Give {here}, the folder of that run on this machine."
     raise InputError(
         f"{name} must be the folder of a run, with its {CONFIG_FILE}; got {text_of(run_dir)!r}, "
-        f"{what}. {advice}"
+        f"{what}. Use the --run-dir of train.py."
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from trainer.config import TrainConfig
 from trainer.durable import replace_text
 from trainer.errors import MissingPackageError, RunError
+from trainer.places import short
 from trainer.run.settings import settings_of
-from trainer.urls import short
 
 End = Literal["finished", "interrupted", "failed"]
 WANDB_FILE = "wandb.json"

@@ -11,7 +11,6 @@ from flax import nnx
 from startrail_jax.errors import InputError
 from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
 from trainer.config import SHARDED_AXES, Distributed
-from trainer.copies import preparation
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.initial import open_pretrained
@@ -49,7 +48,6 @@ def import_pretrained(config: GPTTrainConfig, distributed: Distributed | None = 
             kind="an import",
             call=config.attention_call,
             folder=config.run_dir,
-            prepare=preparation(config),
         ) as session,
         Reporter(steps=0, tokens_per_step=0) as report,
     ):
