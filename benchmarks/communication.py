@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import startrail_jax as st
-from startrail_jax.analysis.settings import legal_degrees, refusal
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.options import GradientDtype
+from startrail_jax.traffic.settings import legal_degrees, refusal
 
 
 def schemes(num_devices: int) -> Iterator[tuple[str, st.Degrees]]:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from startrail_jax import masks
-    from startrail_jax.analysis.cost import communication
     from startrail_jax.attention import Attention
     from startrail_jax.device_mesh import make_mesh
     from startrail_jax.devices.axes import AxisNames
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from startrail_jax.planner.planning import plan
     from startrail_jax.rings.residuals import CHECKPOINT_NAMES
     from startrail_jax.tokens.layout import Layout
+    from startrail_jax.traffic.cost import communication
     from startrail_jax.xla.compiler import compiler_options
 
 __all__ = [
@@ -51,7 +51,7 @@ _MODULES = {
     "AxisNames": "devices.axes",
     "Degrees": "devices.degrees",
     "Layout": "tokens.layout",
-    "communication": "analysis.cost",
+    "communication": "traffic.cost",
     "compiler_options": "xla.compiler",
     "make_mesh": "device_mesh",
     "masks": None,

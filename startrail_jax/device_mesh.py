@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from startrail_jax.analysis.cost import default_order
 from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import arrangement, nodes_of, resolve_order
 from startrail_jax.errors import InputError
+from startrail_jax.traffic.cost import default_order
 
 _AUTO = (AxisType.Auto,) * len(ROLES)
 
@@ -44,7 +44,7 @@ def make_mesh(
             node, rings across nodes), "head_first" (the head exchange inside a node) or
             "context_first" (the head exchange across nodes). None chooses the order of the axes
             above on one node, and the order with the fewest bytes through the port of a node on
-            several (`startrail_jax.analysis.cost.default_order`).
+            several (`startrail_jax.traffic.cost.default_order`).
         devices_per_node: number of devices in a node; each run of this many `devices` is a node.
             None reads the nodes from the devices: see `startrail_jax.devices.nodes.nodes_of`.
         call: the call for which the order is chosen if `order` is None: keyword arguments of

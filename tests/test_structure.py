@@ -29,13 +29,11 @@ LAYERS = (
     {f"{OP}.masks", f"{OP}.options", f"{OP}.xla"},
     {f"{OP}.blocks"},
     {f"{OP}.rings"},
-    {f"{OP}.calls"},
-    {f"{OP}.cache"},
-    # The op: it knows nothing of its analysis.
+    {f"{OP}.calls", f"{OP}.traffic"},
+    {f"{OP}.cache", f"{OP}.device_mesh"},
     {f"{OP}.attention"},
-    {f"{OP}.analysis"},
-    {f"{OP}.device_mesh"},
-    {f"{OP}.planner", f"{OP}.testing"},
+    # Nothing of the op reads compiled programs.
+    {f"{OP}.analysis", f"{OP}.planner", f"{OP}.testing"},
     {f"{OP}.plan"},
     # Its package, which imports its modules when they are first asked for.
     {OP},

@@ -18,11 +18,11 @@ from benchmarks.cluster.rounds import Processes, Timed
 from benchmarks.cluster.settings import ClusterSettings
 from benchmarks.schemes import Scheme
 from startrail_jax import masks, testing
-from startrail_jax.analysis.algorithms import GLOO, NCCL
-from startrail_jax.analysis.cost import default_order
-from startrail_jax.analysis.ports import Messages, messages
 from startrail_jax.devices.nodes import node_grid
 from startrail_jax.errors import UnsupportedError
+from startrail_jax.traffic.algorithms import GLOO, NCCL
+from startrail_jax.traffic.cost import default_order
+from startrail_jax.traffic.ports import Messages, messages
 from trainer.config import MeshConfig
 from trainer.parallel.degrees import choose_order
 

@@ -15,7 +15,7 @@ from benchmarks.cluster.attention import AttentionCalls
 from benchmarks.cluster.rounds import Processes, Timed
 from benchmarks.cluster.settings import LOCAL_LAYERS, ClusterSettings
 from benchmarks.schemes import Scheme
-from startrail_jax.analysis.ports import read_messages
+from startrail_jax.analysis.messages import read_messages
 from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.batches import place as put

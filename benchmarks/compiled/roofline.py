@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from jax.sharding import Mesh
 
-from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.analysis.hlo import (
     HloModule,
     Instruction,
@@ -35,6 +34,7 @@ from startrail_jax.analysis.hlo import (
 )
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.planner.hardware import Gpu
+from startrail_jax.traffic import COLLECTIVES
 
 ATTENTION, MATRICES, OTHERS = "attention", "matrices", "other kernels"
 KINDS = (ATTENTION, MATRICES, OTHERS)

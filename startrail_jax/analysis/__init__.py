@@ -1,4 +1,1 @@
-"""Analysis of an attention: its network traffic, its compiled programs and its kernels."""
-
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
-"""Kinds of collective that are counted, in the words of `jax.lax`."""
+"""Readers of compiled programs: what they send, and to whom. Nothing of the op imports them."""

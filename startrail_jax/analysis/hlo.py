@@ -1,7 +1,7 @@
 """Reads compiled programs: which collectives run, how often, and what every device receives.
 
 The input is the optimised HLO of one program as text, `jax.jit(f).lower(...).compile().as_text()`,
-from any backend of XLA. `startrail_jax.analysis.cost` states the same quantities in closed form.
+from any backend of XLA. `startrail_jax.traffic.cost` states the same quantities in closed form.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from startrail_jax.analysis import COLLECTIVES, replica_groups
+from startrail_jax.analysis import replica_groups
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.traffic import COLLECTIVES
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ A collective is a number of steps, each of which takes
 
     latency + max(bytes through the busiest port / its rate, bytes of a device inside / its rate).
 
-Which bytes go where follows from the algorithm, those of `startrail_jax.analysis.ports`, and from
+Which bytes go where follows from the algorithm, those of `startrail_jax.traffic.ports`, and from
 where the axis lies: of the `size` devices along it, `inside` neighbours share a node.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from startrail_jax.analysis.algorithms import halving
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
 from startrail_jax.planner.grid import Placement, Settings
 from startrail_jax.planner.hardware import Cluster
+from startrail_jax.traffic.algorithms import halving
 
 _PEERS = 8
 """Peers that NCCL sends to at a time in an exchange of all with all. Over gloo, XLA sends to all of
@@ -59,7 +59,7 @@ class Move:
     step: str
     """Step of the schedule: see `startrail_jax.rings.transfers`."""
     collective: str
-    """One of `startrail_jax.analysis.COLLECTIVES`."""
+    """One of `startrail_jax.traffic.COLLECTIVES`."""
     roles: tuple[str, ...]
     """The axes over which it goes."""
     received: np.ndarray
@@ -125,7 +125,7 @@ class Links:
         """The cost of one collective.
 
         Args:
-            kind: one of `startrail_jax.analysis.COLLECTIVES`, but for permutes.
+            kind: one of `startrail_jax.traffic.COLLECTIVES`, but for permutes.
             size: devices of a group.
             inside: how many neighbours of them share a node.
             received: bytes that a device receives.
@@ -274,7 +274,7 @@ class Links:
         received: np.ndarray,
         arrays: np.ndarray | int,
     ) -> Cost:
-        """Gloo's reduce_scatter: see `startrail_jax.analysis.algorithms`."""
+        """Gloo's reduce_scatter: see `startrail_jax.traffic.algorithms`."""
         across, staying, steps = (np.zeros(len(size)) for _ in range(3))
         for n, k in {*zip(size.tolist(), inside.tolist(), strict=True)}:
             mine = (size == n) & (inside == k)

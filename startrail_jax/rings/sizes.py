@@ -1,7 +1,7 @@
 """The sizes of one attention call, and the share of them that one device works on.
 
 `Sizes` is plain arithmetic. The checks of the public callable, the schedule and the closed form of
-the network traffic (`startrail_jax.analysis.cost`) all use this one value.
+the network traffic (`startrail_jax.traffic.cost`) all use this one value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What one device receives in each step of the schedule, in closed form.
 
-The steps are those of `startrail_jax.rings.vjp`. `startrail_jax.analysis.cost` adds them up.
+The steps are those of `startrail_jax.rings.vjp`. `startrail_jax.traffic.cost` adds them up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
     step: str
     """Step of the schedule, for example "query gather"."""
     collective: str
-    """One of `startrail_jax.analysis.COLLECTIVES`."""
+    """One of `startrail_jax.traffic.COLLECTIVES`."""
     roles: tuple[str, ...]
     """Roles of the mesh axes over which it goes, slowest first: one, but for the paper's permute of
     keys, which goes over group and team."""

@@ -11,7 +11,7 @@ Here the units move and are attended. The steps are:
     5  output exchange: an all_to_all trades heads for tokens.
 
 G, R and A are the degrees of group, ring and team; g is key heads / query heads. Traffic is given
-in *shares*, the bytes of one device's query after step 0 ("units" in `analysis.cost`).
+in *shares*, the bytes of one device's query after step 0 ("units" in `traffic.cost`).
 
 References:
     StarTrail, https://arxiv.org/abs/2407.00611 (algorithm 2 is step 2, algorithm 3 is step 3); Ring

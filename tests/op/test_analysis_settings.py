@@ -7,10 +7,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from refusals import refused
-from startrail_jax.analysis.settings import all_degrees, legal_degrees, refusal
 from startrail_jax.calls.validation import check_arrays
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
+from startrail_jax.traffic.settings import all_degrees, legal_degrees, refusal
 
 pytestmark = pytest.mark.quick
 

@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding
 import startrail_jax as st
 from attention_cases import host_mesh, one_axis, or_causal
 from startrail_jax.analysis.hlo import read_traffic
-from startrail_jax.analysis.ports import messages, read_messages
+from startrail_jax.analysis.messages import read_messages
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES
+from startrail_jax.traffic.ports import messages
 
 # Nothing is executed here, and machine code takes most of the time to compile.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}

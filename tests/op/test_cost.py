@@ -10,10 +10,10 @@ import pytest
 import startrail_jax as st
 from benchmarks import communication as benchmark
 from refusals import refused
-from startrail_jax.analysis import COLLECTIVES
 from startrail_jax.errors import InputError
 from startrail_jax.options import Options
 from startrail_jax.rings.sizes import Sizes, traveller
+from startrail_jax.traffic import COLLECTIVES
 
 pytestmark = pytest.mark.quick
 

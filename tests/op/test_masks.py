@@ -12,7 +12,6 @@ import pytest
 import startrail_jax as st
 from attention_cases import DENSE, PATTERNS
 from refusals import refused
-from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import Tiling, tile_kinds, visible_tiles
 from startrail_jax.blocks.visibility import Visibility
@@ -21,6 +20,7 @@ from startrail_jax.masks import Mask
 from startrail_jax.rings.schedule import ring_offsets
 from startrail_jax.rings.work import visible_pairs
 from startrail_jax.tokens.layout import KINDS, Layout, Span
+from startrail_jax.traffic.settings import all_degrees
 
 pytestmark = pytest.mark.quick
 

@@ -396,7 +396,7 @@ def test_a_scheme_without_a_legal_setting_says_why(gpus, options, reasons):
 
 
 def test_settings_are_those_that_train_py_takes():
-    from startrail_jax.analysis.settings import legal_degrees
+    from startrail_jax.traffic.settings import legal_degrees
 
     asked = call(seq_len=96)
     for nodes, gpus in ((2, 4), (3, 4), (1, 6)):

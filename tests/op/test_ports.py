@@ -10,13 +10,14 @@ import pytest
 
 import startrail_jax as st
 from refusals import refused
-from startrail_jax.analysis.algorithms import GLOO, NCCL, halving
-from startrail_jax.analysis.cost import default_order
 from startrail_jax.analysis.hlo import read_traffic
-from startrail_jax.analysis.ports import Messages, messages, orders_to_try, read_messages
+from startrail_jax.analysis.messages import read_messages
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
 from startrail_jax.errors import InputError
+from startrail_jax.traffic.algorithms import GLOO, NCCL, halving
+from startrail_jax.traffic.cost import default_order
+from startrail_jax.traffic.ports import Messages, messages, orders_to_try
 
 pytestmark = pytest.mark.quick
 

@@ -10,10 +10,10 @@ from benchmarks.compiled import run as benchmark
 from configs.gpt import gpt_7b, gpt_tiny, llama3_8b
 from programs import make_config, make_program
 from refusals import refused
-from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
+from startrail_jax.traffic.settings import all_degrees
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.degrees import choose_degrees, choose_order, describe_nodes, keep_degrees

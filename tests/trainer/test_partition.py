@@ -14,7 +14,7 @@ import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
 from refusals import refused
-from startrail_jax.analysis.ports import read_messages
+from startrail_jax.analysis.messages import read_messages
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError

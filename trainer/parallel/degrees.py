@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from startrail_jax import masks
-from startrail_jax.analysis.algorithms import GLOO, NCCL, Algorithm
-from startrail_jax.analysis.cost import communication
-from startrail_jax.analysis.ports import cheapest_order, messages
-from startrail_jax.analysis.settings import all_degrees
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.devices.nodes import crossing, node_grid, resolve_order
 from startrail_jax.errors import InputError
 from startrail_jax.rings.transfers import Transfer
 from startrail_jax.tokens.layout import Layout
+from startrail_jax.traffic.algorithms import GLOO, NCCL, Algorithm
+from startrail_jax.traffic.cost import communication
+from startrail_jax.traffic.ports import cheapest_order, messages
+from startrail_jax.traffic.settings import all_degrees
 from trainer.config import MeshConfig
 
 # The degrees that may be left open.

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from startrail_jax.analysis.ports import messages
-from startrail_jax.analysis.settings import legal_degrees
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.devices.nodes import mesh_nodes, slowest_first
 from startrail_jax.errors import InputError
+from startrail_jax.traffic.ports import messages
+from startrail_jax.traffic.settings import legal_degrees
 from trainer.config import TrainConfig
 from trainer.data.parts import DeviceSplit, Parts
 from trainer.objective import Objective

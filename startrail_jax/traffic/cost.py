@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from startrail_jax.analysis import COLLECTIVES
-from startrail_jax.analysis.ports import NodeTraffic, cheapest_order, messages
 from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError
@@ -32,6 +30,8 @@ from startrail_jax.rings.schedule import schedule_of
 from startrail_jax.rings.sizes import Sizes, dtype_name, traveller
 from startrail_jax.rings.transfers import Transfer
 from startrail_jax.tokens.layout import Layout
+from startrail_jax.traffic import COLLECTIVES
+from startrail_jax.traffic.ports import NodeTraffic, cheapest_order, messages
 
 # Arguments of `communication` that are no properties of an attention call.
 _SAID_BY_MESH = {"degrees", "order", "devices_per_node", "options"}

@@ -1,8 +1,8 @@
 """Bytes between each pair of devices, and those that pass through the ports of the nodes.
 
-`messages` says it in closed form and `read_messages` counts it in a compiled program; both divide a
-collective into messages by one table, `NCCL`. Where the devices are is a matter of the order of the
-mesh axes (`startrail_jax.devices.nodes`) and changes no message.
+`messages` says it in closed form, and `startrail_jax.analysis.messages` counts it in a compiled
+program; both divide a collective into messages by one table, `NCCL`. Where the devices are is a
+matter of the order of the mesh axes (`startrail_jax.devices.nodes`) and changes no message.
 """
 
 from __future__ import annotations
@@ -17,19 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from startrail_jax.analysis.algorithms import NCCL, Algorithm
-from startrail_jax.analysis.hlo import (
-    Instruction,
-    Tally,
-    TrafficReader,
-    device_groups,
-    parse_module,
-    source_target_pairs,
-)
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Cycle, Degrees
 from startrail_jax.devices.nodes import node_grid
 from startrail_jax.errors import InputError
 from startrail_jax.rings.transfers import Transfer
+from startrail_jax.traffic.algorithms import NCCL, Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,51 +187,6 @@ def _targets(
     axis = Axis(roles, ranks.size)
     ranks = Cycle(axis, inner).place(ranks, hop[1])
     return Cycle(axis, ranks.size // inner, stride=inner).place(ranks, hop[0])
-
-
-def read_messages(text: str, algorithms: Mapping[str, Algorithm] = NCCL) -> Messages:
-    """The messages of one execution of a compiled program.
-
-    Loops count as often as they run; of the branches of a conditional, the one in which a device
-    receives most counts for it.
-
-    Args:
-        text: the whole text of the program, `compiled.as_text()`.
-        algorithms: collective -> how it is divided into messages, from member to member in the
-            order in which the program lists a group.
-
-    Raises:
-        ValueError, NotImplementedError: as `startrail_jax.analysis.hlo.read_traffic`.
-    """
-    reader = _MessageReader(parse_module(text))
-    reader.algorithms = algorithms
-    tally = reader.computation(reader.module.entry)
-    sizes = {
-        (source, target): size
-        for target, received in enumerate(tally.received)
-        for source, size in received.items()
-    }
-    return Messages.of(reader.module.num_devices, sizes)
-
-
-class _MessageReader(TrafficReader):
-    """Tallies what each device receives by its sender, in place of the kind of collective."""
-
-    algorithms: Mapping[str, Algorithm]
-
-    def record(self, kind: str, instruction: Instruction, sizes: list[int], tally: Tally) -> None:
-        received = self.received(kind, instruction, sizes)
-        if kind == "collective_permute":
-            for source, target in source_target_pairs(instruction):
-                if source != target:
-                    tally.received[target][source] += received[target]
-            return
-        for group in device_groups(self.module, instruction):
-            for targets, share in self.algorithms[kind](len(group)):
-                for source, target in zip(group, np.array(group)[targets].tolist(), strict=True):
-                    if source != target:
-                        size = received[target] * share.numerator // share.denominator
-                        tally.received[target][source] += size
 
 
 def cheapest_order(
