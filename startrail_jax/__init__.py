@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from startrail_jax.devices.axes import AxisNames
     from startrail_jax.devices.degrees import Degrees
     from startrail_jax.documents import parts
+    from startrail_jax.linear.attention import LinearAttention
     from startrail_jax.planner.planning import plan
     from startrail_jax.rings.residuals import CHECKPOINT_NAMES
     from startrail_jax.tokens.layout import Layout
@@ -35,6 +36,7 @@ __all__ = [
     "AxisNames",
     "Degrees",
     "Layout",
+    "LinearAttention",
     "communication",
     "compiler_options",
     "make_mesh",
@@ -51,6 +53,7 @@ _MODULES = {
     "AxisNames": "devices.axes",
     "Degrees": "devices.degrees",
     "Layout": "tokens.layout",
+    "LinearAttention": "linear.attention",
     "communication": "traffic.cost",
     "compiler_options": "xla.compiler",
     "make_mesh": "device_mesh",

@@ -31,7 +31,7 @@ LAYERS = (
     {f"{OP}.rings"},
     {f"{OP}.calls", f"{OP}.traffic"},
     {f"{OP}.cache", f"{OP}.device_mesh"},
-    {f"{OP}.attention"},
+    {f"{OP}.attention", f"{OP}.linear"},
     # Nothing of the op reads compiled programs.
     {f"{OP}.analysis", f"{OP}.planner", f"{OP}.testing"},
     {f"{OP}.plan"},

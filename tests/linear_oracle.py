@@ -1,0 +1,99 @@
+"""Linear attention in float64 NumPy, token by token: the reference of the tests.
+
+It imports nothing of the package and nothing of JAX. Its gradients are derived by hand.
+
+    A_t = D_t S_{t-1},   e_t = v_t - A_t^T k_t  (v_t without delta),   S_t = A_t + b_t k_t e_t^T,
+    out_t = scale S_t^T q_t
+
+Shapes: query, key [B, T, N, K], value [B, T, N, V], decay [B, T, N] or [B, T, N, K] (logarithms),
+beta [B, T, N], states [B, N, K, V]; heads are repeated where an array has fewer.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Gradients(NamedTuple):
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    decay: np.ndarray
+    beta: np.ndarray
+    state: np.ndarray
+
+
+def linear_attention(query, key, value, decay, beta, *, delta, scale, ids=None, state=None):
+    """Returns out [B, T, N, V] and the states [T + 1, B, N, K, V], the initial one first."""
+    q, k, v, d, b = _repeated(query, key, value, decay, beta)
+    shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    states = [np.zeros(shape) if state is None else np.asarray(state, np.float64)]
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    begins, real = _documents(ids, q.shape[:2])
+    for t in range(q.shape[1]):
+        _, after = _step(states[-1], k[:, t], v[:, t], d[:, t], b[:, t], begins[:, t], delta)
+        states.append(np.where(real[:, t, None, None, None], after, states[-1]))
+        out[:, t] = scale * np.einsum("bnkv,bnk->bnv", states[-1], q[:, t])
+    return np.where(real[:, :, None, None], out, 0), np.stack(states)
+
+
+def gradients(
+    query, key, value, decay, beta, dout, dstate=None, *, delta, scale, ids=None, state=None
+):
+    """Gradients of sum(out * dout) + sum(last state * dstate)."""
+    arrays = query, key, value, decay, beta
+    q, k, v, d, b = _repeated(*arrays)
+    _, states = linear_attention(*arrays, delta=delta, scale=scale, ids=ids, state=state)
+    begins, real = _documents(ids, q.shape[:2])
+    dq, dk, dv, dd, db = (np.zeros(x.shape) for x in (q, k, v, d, b))
+    ds = np.zeros(states[0].shape) if dstate is None else np.asarray(dstate, np.float64)
+    for t in reversed(range(q.shape[1])):
+        here = real[:, t]
+        do = np.where(here[:, None, None], dout[:, t], 0)
+        dq[:, t] = scale * np.einsum("bnkv,bnv->bnk", states[t + 1], do)
+        total = ds + scale * np.einsum("bnk,bnv->bnkv", q[:, t], do)
+        decayed, _ = _step(states[t], k[:, t], v[:, t], d[:, t], b[:, t], begins[:, t], delta)
+        e = v[:, t] - (np.einsum("bnkv,bnk->bnv", decayed, k[:, t]) if delta else 0)
+        de = b[:, t, :, None] * np.einsum("bnkv,bnk->bnv", total, k[:, t])
+        db[:, t] = np.einsum("bnk,bnkv,bnv->bn", k[:, t], total, e)
+        dk[:, t] = b[:, t, :, None] * np.einsum("bnkv,bnv->bnk", total, e)
+        dv[:, t], dstate = de, total
+        if delta:
+            dstate = total - np.einsum("bnk,bnv->bnkv", k[:, t], de)
+            dk[:, t] -= np.einsum("bnkv,bnv->bnk", decayed, de)
+        of_channel = (dstate * decayed).sum(-1)
+        dd[:, t] = of_channel if d.ndim == 4 else of_channel.sum(-1)
+        dstate = np.where(begins[:, t, None, None, None], 0, _factor(d[:, t]) * dstate)
+        ds = np.where(here[:, None, None, None], dstate, ds)
+        for x in (dk, dv, dd, db):
+            x[:, t] = np.where(here.reshape(-1, *[1] * (x.ndim - 2)), x[:, t], 0)
+    found = zip((dq, dk, dv, dd, db), arrays, strict=True)
+    return Gradients(*[_summed(x, np.shape(like)) for x, like in found], ds)
+
+
+def _step(state, k, v, d, b, begins, delta):
+    """The decayed state, and the state after a token."""
+    decayed = np.where(begins[:, None, None, None], 0, _factor(d) * state)
+    e = v - (np.einsum("bnkv,bnk->bnv", decayed, k) if delta else 0)
+    return decayed, decayed + np.einsum("bn,bnk,bnv->bnkv", b, k, e)
+
+
+def _factor(d):
+    return np.exp(d).reshape(*d.shape, *[1] * (4 - d.ndim))
+
+
+def _documents(ids, shape):
+    """Which tokens begin a document that is not the first of its row, and which are no padding."""
+    ids = np.zeros(shape, int) if ids is None else np.asarray(ids)
+    begins = np.zeros(shape, bool)
+    begins[:, 1:] = (ids[:, 1:] != ids[:, :-1]) & (ids[:, 1:] >= 0)
+    return begins, ids >= 0
+
+
+def _repeated(*arrays):
+    heads = max(x.shape[2] for x in arrays)
+    return [np.repeat(np.asarray(x, np.float64), heads // x.shape[2], axis=2) for x in arrays]
+
+
+def _summed(x, shape):
+    return x.reshape(*shape[:3], -1, *x.shape[3:]).sum(3) if x.shape != shape else x

@@ -1,0 +1,281 @@
+"""Linear attention against a recurrence in float64, token by token: outputs, states, gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import linear_oracle as oracle
+import startrail_jax as st
+from refusals import refused
+from startrail_jax.errors import InputError
+from startrail_jax.linear import vjp
+from startrail_jax.linear.vjp import CHUNK, GROUP, Cut
+
+RULES = ("gated_delta", "kda", "ssd")
+NAMES = ("query", "key", "value", "decay", "beta", "state")
+TOLERANCE = 2e-6
+
+
+def inputs(rule, seq_len, *, heads=(2, 2, 4), dims=(6, 5), seed=0, batch=2, decay=-3.0):
+    """Query, key, value, decay, beta, initial state, and cotangents of output and last state."""
+    rng = np.random.default_rng(seed)
+    (nq, nk, nv), (k, v) = heads, dims
+    n = max(heads)
+    q, key = (rng.normal(size=(batch, seq_len, x, k)) for x in (nq, nk))
+    if rule != "ssd":
+        q, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, key))
+    shape = (batch, seq_len, n, k) if rule == "kda" else (batch, seq_len, n)
+    arrays = (
+        *(q, key, rng.normal(size=(batch, seq_len, nv, v))),
+        -np.exp(rng.normal(size=shape) + decay),
+        1 / (1 + np.exp(-rng.normal(size=(batch, seq_len, n)))),
+        rng.normal(size=(batch, n, k, v)),
+        rng.normal(size=(batch, seq_len, n, v)),
+        rng.normal(size=(batch, n, k, v)),
+    )
+    return tuple(np.asarray(x, np.float32) for x in arrays)
+
+
+def computed(attention, arrays, ids=None, *, has_state=True):
+    """Output, last state and gradients in natural order, from arrays in natural order."""
+    *tokens, state, dout, dlast = arrays
+    *tokens, dout = attention.shard(*tokens, dout)
+    spec = jax.NamedSharding(attention.mesh, attention.state_spec)
+    state, dlast = (jax.device_put(x, spec) for x in (state, dlast))
+    ids = None if ids is None else attention.shard(np.asarray(ids, np.int32))
+
+    def loss(*args):
+        *tokens, state = args
+        out, last = attention(
+            *tokens,
+            segment_ids=ids,
+            initial_state=state if has_state else None,
+            return_state=True,
+        )
+        return (out * dout).sum() + (last * dlast).sum(), (out, last)
+
+    grads, (out, last) = jax.jit(jax.grad(loss, tuple(range(6)), has_aux=True))(*tokens, state)
+    return (
+        attention.unshard(out),
+        np.asarray(last),
+        [*map(attention.unshard, grads[:5]), np.asarray(grads[5])],
+    )
+
+
+def check(attention, arrays, ids=None, *, has_state=True, tolerance=TOLERANCE):
+    rule = attention.rule.name
+    *tokens, state, dout, dlast = arrays
+    first = state if has_state else None
+    scale = arrays[0].shape[-1] ** -0.5 if rule != "ssd" else 1.0
+    options = dict(delta=rule != "ssd", scale=scale, ids=ids, state=first)
+    out, states = oracle.linear_attention(*tokens, **options)
+    wanted = oracle.gradients(*tokens, dout, dlast, **options)
+    found, last, grads = computed(attention, arrays, ids, has_state=has_state)
+    close(found, out, tolerance, "out")
+    close(last, states[-1], tolerance, "last state")
+    for name, x, y in zip(NAMES, grads, wanted, strict=True):
+        if name != "state" or has_state:
+            close(x, y, tolerance, name)
+
+
+def close(found, wanted, tolerance, name):
+    assert np.isfinite(found).all(), name
+    error = np.abs(np.asarray(found, np.float64) - wanted).max() / max(np.abs(wanted).max(), 1e-30)
+    assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+def documents(seq_len, starts, batch=2):
+    """Ids of documents that begin at some tokens, other ones in each row."""
+    ids = np.zeros((batch, seq_len), np.int32)
+    for row in range(batch):
+        for start in starts:
+            ids[row, min(start + row, seq_len - 1) :] += 1
+    return ids
+
+
+MESHES = [
+    (st.Degrees(), "contiguous", 150),
+    (st.Degrees(ring=2), "zigzag", 140),
+    (st.Degrees(ring=3, data=2), "contiguous", 210),
+    (st.Degrees(ring=2, team=3), "zigzag", 72),
+    (st.Degrees.startrail(8, c=2), "contiguous", 136),
+    (st.Degrees(ring=2, head=4, tensor=2), "zigzag", 64),
+    (st.Degrees(ring=16), "contiguous", 80),
+]
+
+
+def attention_on(degrees, rule, *, layout="contiguous", axis_type="auto"):
+    devices = jax.devices()[: degrees.num_devices]
+    mesh = st.make_mesh(degrees, axis_type, devices=devices)
+    return st.LinearAttention(mesh, rule=rule, layout=layout)
+
+
+@pytest.mark.slow_except_every(4)
+@pytest.mark.parametrize(
+    ("rule", "degrees", "layout", "seq_len"), [(x, *y) for x in RULES for y in MESHES]
+)
+def test_every_rule_is_exact(rule, degrees, layout, seq_len):
+    attention = attention_on(degrees, rule, layout=layout)
+    border = seq_len // attention.layout.multiple
+    ids = documents(seq_len, [1, 2, border, 2 * border, seq_len // 2 + 5, seq_len - 2])
+    check(attention, inputs(rule, seq_len), ids)
+
+
+@pytest.mark.slow_except_every(2)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_groups_are_computed_at_once(rule, layout, monkeypatch):
+    """Small groups, of which the last are filled up, and of which the backward pass takes some."""
+    for name, size in dict(CHUNK=4, GROUP=2, AT_ONCE=10).items():
+        monkeypatch.setattr(vjp, name, size)
+    attention = attention_on(st.Degrees(ring=2), rule, layout=layout)
+    ids = documents(76, [3, 8, 30, 38, 61])
+    check(attention, inputs(rule, 76, seed=1), ids)
+    check(attention, inputs(rule, 76, seed=2), has_state=False)
+
+
+@pytest.mark.slow_except_every(3)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["none", "forgets", "mixed", "infinite"])
+def test_decays_and_betas_of_any_size(rule, kind):
+    """Sums of large decays would cost digits where one is subtracted from another."""
+    *tokens, state, dout, dlast = inputs(rule, 128, seed=3)
+    decay, beta = tokens[3:]
+    rng = np.random.default_rng(4)
+    if kind == "none":
+        decay[:], beta[:] = 0, 1
+    if kind == "forgets":
+        decay[:] = -1e3
+    if kind == "mixed":
+        decay[rng.random(decay.shape) < 0.2] = -1e3
+        decay[rng.random(decay.shape) < 0.2] = -20
+        decay[rng.random(decay.shape) < 0.2] = 0
+        beta[rng.random(beta.shape) < 0.2], beta[rng.random(beta.shape) < 0.2] = 0, 1
+    if kind == "infinite":
+        decay[rng.random(decay.shape) < 0.2] = -np.inf
+    arrays = (*tokens, state, dout, dlast)
+    with np.errstate(invalid="ignore"):
+        check(attention_on(st.Degrees(ring=4), rule), arrays, documents(128, [40]))
+
+
+def test_padding_changes_nothing_and_gets_nothing():
+    """Wherever it is, and whatever is in it."""
+    seq_len, rule = 48, "gated_delta"
+    arrays = inputs(rule, seq_len, seed=5)
+    ids = documents(seq_len, [20])
+    ids[0, 36:] = ids[1, :7] = ids[1, 25:30] = -1
+    attention = attention_on(st.Degrees(ring=4), rule)
+    check(attention, arrays, ids)
+    spoilt = [np.array(x) for x in arrays]
+    for x in (*spoilt[:5], spoilt[6]):
+        x[ids < 0] = np.nan
+    out, last, grads = computed(attention, spoilt, ids)
+    wanted = computed(attention, arrays, ids)
+    np.testing.assert_array_equal(last, wanted[1])
+    for x, y in zip((out, *grads), (wanted[0], *wanted[2]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    # An id of one's own for padding.
+    own = np.where(ids < 0, 9, ids)
+    named = dataclasses.replace(attention, padding_id=9)
+    np.testing.assert_array_equal(computed(named, arrays, own)[0], wanted[0])
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 2), (1, 2, 4), (2, 2, 2)])
+def test_fewer_heads_of_some_arrays(heads):
+    """Also where a tensor axis splits some of them, and the others are on all its devices."""
+    attention = attention_on(st.Degrees(ring=2, tensor=2), "gated_delta")
+    check(attention, inputs("gated_delta", 24, heads=heads, seed=6))
+
+
+def test_two_key_heads_on_sixteen_devices():
+    attention = attention_on(st.Degrees(ring=2, team=2, group=2, head=2), "gated_delta")
+    check(attention, inputs("gated_delta", 96, heads=(2, 2, 2), seed=7, batch=1))
+
+
+def test_mesh_of_another_program_and_explicit_axes():
+    devices = np.array(jax.devices()[:6]).reshape(2, 3)
+    mesh = jax.sharding.Mesh(devices, ("rows", "context"))
+    attention = st.LinearAttention(
+        mesh, rule="kda", axis="context", axis_names={"data": "rows"}, layout="zigzag"
+    )
+    check(attention, inputs("kda", 42, seed=8))
+    explicit = attention_on(st.Degrees(data=2, ring=3), "gated_delta", axis_type="explicit")
+    arrays = inputs("gated_delta", 42, seed=9)
+    out, last, grads = computed(explicit, arrays)
+    auto = computed(attention_on(st.Degrees(data=2, ring=3), "gated_delta"), arrays)
+    for x, y in zip((out, last, *grads), (auto[0], auto[1], *auto[2]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    *tokens, _, _, _ = arrays
+    with refused(InputError, "query must be sharded as"):
+        explicit(*map(jnp.asarray, tokens))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sixteen_bits_are_as_exact_as_on_one_device(rule):
+    arrays = inputs(rule, 192, seed=10, dims=(32, 24))
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]]
+    rounded = (*(np.asarray(x, np.float32) for x in narrow), *arrays[3:])
+    scale = 32**-0.5 if rule != "ssd" else 1.0
+    options = dict(delta=rule != "ssd", scale=scale)
+    wanted, _ = oracle.linear_attention(*rounded[:5], **options)
+    errors = []
+    for degrees in (st.Degrees(), st.Degrees(ring=8)):
+        attention = attention_on(degrees, rule)
+        put = attention.shard(*[np.asarray(x) for x in narrow], *arrays[3:5])
+        out = jax.jit(attention)(*put)
+        assert out.dtype == jnp.bfloat16
+        error = attention.unshard(out).astype(np.float64) - wanted
+        errors.append(np.sqrt((error**2).mean()))
+    assert errors[1] <= 1.2 * errors[0]
+
+
+def test_state_goes_on_where_it_ended():
+    """Two halves of a row, one after the other, are the whole row."""
+    *tokens, _, _, _ = inputs("gated_delta", 64, seed=11)
+    attention = attention_on(st.Degrees(ring=4), "gated_delta")
+    whole = attention(*attention.shard(*tokens))
+    first, second = (attention.shard(*[x[:, i : i + 32] for x in tokens]) for i in (0, 32))
+    early, state = attention(*first, return_state=True)
+    late = attention(*second, initial_state=state)
+    found = np.concatenate([attention.unshard(early), attention.unshard(late)], 1)
+    close(found, attention.unshard(whole), TOLERANCE, "out")
+
+
+def test_mistakes_are_named():
+    attention = attention_on(st.Degrees(ring=2), "gated_delta")
+    q, k, v, decay, beta, state, *_ = map(jnp.asarray, inputs("gated_delta", 8))
+    mesh = attention.mesh
+    with refused(InputError, "rule must be one of", "None"):
+        st.LinearAttention(mesh)
+    with refused(InputError, "rule must be one of", "'delta'"):
+        st.LinearAttention(mesh, rule="delta")
+    with refused(InputError, "scale must be", "inf"):
+        st.LinearAttention(mesh, rule="ssd", scale=np.inf)
+    with refused(InputError, "query and key must be", "query [2, 8, 2, 5]"):
+        attention(q[..., :5], k, v)
+    with refused(InputError, "one dtype", "bfloat16, float32"):
+        attention(q.astype("bfloat16"), k, v)
+    with refused(InputError, "decay must be floats [2, 8, heads]", "[2, 8, 4, 6]"):
+        attention(q, k, v, jnp.zeros((2, 8, 4, 6)))
+    with refused(InputError, "decay must be floats [2, 8, heads, 6]", "rule='kda'"):
+        dataclasses.replace(attention, rule="kda", degrees=None)(q, k, v, decay)
+    with refused(InputError, "beta must be floats", "int32"):
+        attention(q, k, v, decay, jnp.ones((2, 8, 4), jnp.int32))
+    with refused(InputError, "must divide the largest number of heads", "'beta': 3"):
+        attention(q, k, v, decay, beta[:, :, :3])
+    with refused(InputError, "initial_state must be float32", "[2, 4, 6, 5]"):
+        attention(q, k, v, initial_state=state[:, :2])
+    with refused(InputError, "segment_ids must be [batch, seq] = [2, 8]", "[2, 7]"):
+        attention(q, k, v, segment_ids=jnp.zeros((2, 7), jnp.int32))
+    with refused(InputError, "seq_len must be divisible by", seq_len=7):
+        attention(q[:, :7], k[:, :7], v[:, :7])
+
+
+def test_cut_covers_all_tokens():
+    for tokens in (1, 2, 3, 63, 64, 65, 1000, 4096, 131_072):
+        cut = Cut.of(tokens)
+        assert (cut.tokens <= CHUNK, cut.chunks <= GROUP) == (True, True)
+        assert tokens <= cut.size < tokens * 2 + cut.groups * CHUNK
