@@ -97,3 +97,21 @@ def _repeated(*arrays):
 
 def _summed(x, shape):
     return x.reshape(*shape[:3], -1, *x.shape[3:]).sum(3) if x.shape != shape else x
+
+
+def causal_conv(x, kernel, *, ids=None, first=None):
+    """Returns out, with the shape of x, and the last w - 1 inputs of each row."""
+    x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    extra = len(kernel) - 1
+    begins, real = _documents(ids, x.shape[:2])
+    out, last = np.zeros(x.shape), np.zeros((x.shape[0], extra, *x.shape[2:]))
+    for row in range(len(x)):
+        seen = list(np.zeros_like(last[row]) if first is None else first[row])
+        for t in range(x.shape[1]):
+            if begins[row, t]:
+                seen = [np.zeros_like(y) for y in seen]
+            seen.append(x[row, t] if real[row, t] else np.zeros_like(x[row, t]))
+            if real[row, t]:
+                out[row, t] = sum(w * y for w, y in zip(kernel, seen[-extra - 1 :], strict=True))
+                last[row] = seen[len(seen) - extra :]
+    return out, last

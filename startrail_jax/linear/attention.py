@@ -17,15 +17,16 @@ from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.calls.validation import DTYPES, check_shardings, check_static, check_whole
 from startrail_jax.devices.axes import flat_axis
-from startrail_jax.devices.degrees import SEQUENCE_ROLES
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
-from startrail_jax.linear.halo import tokens_before
+from startrail_jax.linear.conv import conv_on_device, last_inputs
+from startrail_jax.linear.halo import begins, with_tokens_before
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
 from startrail_jax.linear.vjp import LinearCall, linear_attention
 from startrail_jax.rings import collectives
 from startrail_jax.values import adopt, is_real, real, whole
-from startrail_jax.xla.varying import vary
+from startrail_jax.xla.varying import alike, vary
 
 _NAMES = ("query", "key", "value", "decay", "beta", "initial_state", "segment_ids")
 
@@ -193,20 +194,14 @@ class LinearAttention(Sharded):
                     "initial_state must be float32 [batch, heads, key_dim, value_dim] = "
                     f"{list(form)}; got {state.dtype} {list(state.shape)}."
                 )
-        if ids is not None and ids.shape != (batch, length):
-            raise InputError(
-                f"segment_ids must be [batch, seq] = {[batch, length]}; got {list(ids.shape)}. "
-                "Linear attention has no keys of its own length, and takes no pair."
-            )
-        self._check_batch(batch)
-        self.layout.check_length(length)
+        self._check_rows((batch, length), ids)
         return heads
 
     def _on_device(self, heads: int, *arrays: Any, counts: tuple[int, ...]) -> tuple[Array, Array]:
         """What one device computes, from its parts of the arrays."""
         tokens: list[Any]
         *tokens, state, ids = arrays
-        line = Line(self.rule, flat_axis(self.axes, SEQUENCE_ROLES), self.layout.kind == "zigzag")
+        line = Line(self.rule, self._ranks, self.layout.kind == "zigzag")
         here = heads // self.degrees.tensor
         (b, t, _, key_dim), value_dim = tokens[0].shape, tokens[2].shape[3]
         tokens = [
@@ -219,17 +214,18 @@ class LinearAttention(Sharded):
             tokens[4] = jnp.ones((b, t, here), jnp.float32)
         if tokens[3].ndim == 3:
             tokens[3] = tokens[3][..., None]
-        begins = jnp.zeros((b, t), bool)
+        fresh = jnp.zeros((b, t), bool)
         if ids is not None:
             tokens = [jnp.where(_wide(ids >= 0, x), x, 0) for x in tokens]
-            begins = self._begins(ids, line)
+            behind = with_tokens_before(ids, ids[:, :1], line.axis, zigzag=line.zigzag)
+            fresh = begins(behind).reshape(b, t)
         if state is None:
             state = jnp.zeros((b, here, key_dim, value_dim), jnp.float32)
         scale = self.scale
         if scale is None:
             scale = key_dim**-0.5 if self.rule.scaled else 1.0
         state = vary(state, *line.axis.names)
-        out, last = linear_attention(LinearCall(line, here, scale), state, begins, *tokens)
+        out, last = linear_attention(LinearCall(line, here, scale), state, fresh, *tokens)
         if ids is not None:  # For the gradients: what comes from padding goes nowhere.
             out = jnp.where(_wide(ids >= 0, out), out, 0)
         return out, collectives.total(last, line.axis)
@@ -243,15 +239,76 @@ class LinearAttention(Sharded):
         states = collectives.index(tensor) * here + jnp.arange(here)
         return jnp.take(x, states // (heads // count), axis=2)
 
-    def _begins(self, ids: Array, line: Line) -> Array:
-        """Where a document begins that is not the first of its row."""
-        slices = ids.reshape(ids.shape[0], line.slices, -1)
-        before = tokens_before(ids, line.axis, 1, zigzag=line.zigzag)
-        p = collectives.index(line.axis)
-        is_first = jnp.reshape(p == 0, (1, 1)) & (jnp.arange(line.slices) == 0)[None]
-        before = jnp.where(is_first[..., None], slices[..., :1], before)
-        before = jnp.concatenate([before, slices[..., :-1]], -1)
-        return ((slices != before) & (slices >= 0)).reshape(ids.shape)
+    def causal_conv(
+        self,
+        x: ArrayLike,
+        kernel: ArrayLike,
+        *,
+        segment_ids: ArrayLike | None = None,
+        initial: ArrayLike | None = None,
+        return_last: bool = False,
+    ) -> Any:
+        """The short causal convolution, each channel by itself, that models have in front.
+
+            out_t = sum_i kernel_i x_(t - width + 1 + i)
+
+        Each device receives the last width - 1 tokens before its slices. Tokens of other documents,
+        and padding, count as zeros, and outputs at padding are 0. Sums are in float32.
+
+        Args:
+            x: floats [batch, seq, channels] or [batch, seq, heads, channels], with tokens in the
+                order of `layout`.
+            kernel: [width, ...] with the channels of x; the last row is that of the token itself.
+            segment_ids: integers [batch, seq], as in a call.
+            initial: [batch, width - 1, ...], what stands before the first token; None for zeros.
+            return_last: whether to return the last width - 1 inputs of each row too, which are the
+                `initial` of what follows: up to the last token that is no padding, with zeros for
+                those of other documents.
+
+        Returns:
+            out with the shape, dtype and sharding of x; with `return_last`, also the last inputs,
+            of the shape of `initial`.
+
+        Raises:
+            ValueError: if shapes do not fit each other or the mesh, or if a slice of a device is
+                shorter than width - 1.
+        """
+        check_whole(self.mesh)
+        check_static(return_last=return_last)
+        x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+        form = (x.shape[0], max(kernel.shape[0] - 1, 0), *x.shape[2:]) if x.ndim in (3, 4) else ()
+        first = jnp.zeros(form, x.dtype) if initial is None else jnp.asarray(initial)
+        if not form or kernel.shape[1:] != x.shape[2:] or not kernel.size or first.shape != form:
+            raise InputError(
+                "x must be [batch, seq, ...] with one or two dimensions of channels, kernel [width,"
+                " ...] and initial [batch, width - 1, ...] with the same ones; got x "
+                f"{list(x.shape)}, kernel {list(kernel.shape)}, initial {list(first.shape)}."
+            )
+        ids = jnp.zeros(x.shape[:2], jnp.int32)
+        if segment_ids is not None:
+            ids = jnp.asarray(int32_ids(as_negative(self.padding_id, segment_ids)))
+        self._check_rows(x.shape[:2], ids)
+        if x.shape[1] // self.layout.multiple < form[1]:
+            raise InputError(
+                "Each slice of a device must have at least width - 1 tokens; got "
+                f"{x.shape[1] // self.layout.multiple}, width={kernel.shape[0]}. Use fewer devices."
+            )
+        out, last = _run_conv(self, return_last, x, kernel, ids, first.astype(x.dtype))
+        return (out, last) if return_last else out
+
+    def _check_rows(self, shape: tuple[int, ...], ids: Array | None) -> None:
+        """Raises a ValueError unless arrays [batch, seq, ...] fit the mesh, and ids fit them."""
+        if ids is not None and ids.shape != shape:
+            raise InputError(
+                f"segment_ids must be [batch, seq] = {list(shape)}; got {list(ids.shape)}. "
+                "Linear attention has no keys of its own length, and takes no pair."
+            )
+        self._check_batch(shape[0])
+        self.layout.check_length(shape[1])
+
+    @property
+    def _ranks(self) -> Axis:
+        return flat_axis(self.axes, SEQUENCE_ROLES)
 
 
 def _wide(kept: Array, x: Array) -> Array:
@@ -268,4 +325,28 @@ def _run(attention: LinearAttention, specs: Any, heads: int, *arrays: Any) -> tu
         mesh=attention.mesh,
         in_specs=specs,
         out_specs=(attention.heads_spec(heads), attention.state_spec),
+    )(*arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_conv(
+    attention: LinearAttention, returns_last: bool, *arrays: Array
+) -> tuple[Array, Array | None]:
+    """The convolution of whole arrays on the devices of the mesh."""
+    layout, axis = attention.layout, attention._ranks
+    data, seq, *rest = attention.heads_spec(arrays[0].shape[2], arrays[0].ndim)
+    spec, beside = PartitionSpec(data, seq, *rest), PartitionSpec(data, None, *rest)
+
+    def on_device(*arrays: Array) -> tuple[Array, Array | None]:
+        x, kernel, ids, first = alike(*arrays)
+        x = jnp.where(_wide(ids >= 0, x), x, 0)
+        last = last_inputs(layout, axis, x, ids, first) if returns_last else None
+        out = conv_on_device(layout, axis, x, kernel, ids, first)
+        return jnp.where(_wide(ids >= 0, out), out, 0), last
+
+    return jax.shard_map(
+        on_device,
+        mesh=attention.mesh,
+        in_specs=(spec, PartitionSpec(None, *rest), attention.sequence_spec, beside),
+        out_specs=(spec, beside if returns_last else None),
     )(*arrays)

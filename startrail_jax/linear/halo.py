@@ -1,31 +1,40 @@
-"""The tokens before each slice of a device."""
+"""The slices of a device, each with the tokens before it."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Bool, Int32, Shaped
 
 from startrail_jax.devices.degrees import Axis
 from startrail_jax.rings import collectives
 
 
-def tokens_before(
-    x: Shaped[Array, "b t *m"], axis: Axis, width: int, *, zigzag: bool
-) -> Shaped[Array, "b s w *m"]:
-    """The last `width` tokens before each slice of a device; zeros before the first of all.
+def with_tokens_before(
+    x: Shaped[Array, "b t *m"], first: Shaped[Array, "b e *m"], axis: Axis, *, zigzag: bool
+) -> Shaped[Array, "b s et *m"]:
+    """The slices of a device behind the e tokens before them, which other devices send.
 
-    They arrive in one message, and in two under zigzag. A slice has at least `width` tokens.
+    They arrive in one message, and in two under zigzag. A slice has at least e tokens.
+
+    Args:
+        x: the tokens of the device.
+        first: what stands before the first token of all.
+        axis: the devices.
+        zigzag: whether a device holds two slices, p and 2P - 1 - p.
     """
-    n, p = axis.degree, collectives.index(axis)
-    up = [(i, i + 1) for i in range(n - 1)]
+    n, p, extra = axis.degree, collectives.index(axis), first.shape[1]
     slices = x.reshape(x.shape[0], 2 if zigzag else 1, -1, *x.shape[2:])
-    tails = slices[:, :, slices.shape[2] - width :]
-    if n == 1:
-        came = jnp.zeros_like(tails[:, 0])
-        return jnp.stack([came, tails[:, 0]] if zigzag else [came], 1)
-    early = collectives.permute(tails[:, 0], axis, up)
-    if not zigzag:
-        return early[:, None]
-    # The late slice of the last device comes right after its early one.
-    late = collectives.permute(tails[:, 1], axis, [(j, i) for i, j in up])
-    return jnp.stack([early, jnp.where(p == n - 1, tails[:, 0], late)], 1)
+    tails = slices[:, :, slices.shape[2] - extra :]
+    up = [(i, i + 1) for i in range(n - 1)]
+    early = collectives.permute(tails[:, 0], axis, up) if n > 1 else first
+    before = [jnp.where(p == 0, first, early)]
+    if zigzag:  # The late slice of the last device comes right after its early one.
+        down = [(target, source) for source, target in up]
+        late = collectives.permute(tails[:, 1], axis, down) if n > 1 else tails[:, 0]
+        before.append(jnp.where(p == n - 1, tails[:, 0], late))
+    return jnp.concatenate([jnp.stack(before, 1), slices], 2)
+
+
+def begins(ids: Int32[Array, "*m t"]) -> Bool[Array, "*m t-1"]:
+    """Where a document begins, from the second token on: padding begins none."""
+    return (ids[..., 1:] != ids[..., :-1]) & (ids[..., 1:] >= 0)

@@ -244,6 +244,70 @@ def test_state_goes_on_where_it_ended():
     close(found, attention.unshard(whole), TOLERANCE, "out")
 
 
+@pytest.mark.slow_except_every(3)
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("has_first", [False, True])
+@pytest.mark.parametrize(
+    ("degrees", "layout", "shape"),
+    [
+        (st.Degrees(), "zigzag", (2, 10, 6)),
+        (st.Degrees(ring=2, data=2), "contiguous", (2, 16, 2, 3)),
+        (st.Degrees(ring=2, team=2, tensor=2), "zigzag", (3, 24, 6)),
+        (st.Degrees(ring=7), "contiguous", (1, 21, 6)),
+    ],
+)
+def test_convolution_is_exact(width, has_first, degrees, layout, shape):
+    rng = np.random.default_rng(12)
+    x, cotangent = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
+    kernel = rng.normal(size=(width, *shape[2:])).astype(np.float32)
+    first = rng.normal(size=(shape[0], width - 1, *shape[2:])).astype(np.float32)
+    last_cotangent = rng.normal(size=first.shape).astype(np.float32)
+    attention = attention_on(degrees, "ssd", layout=layout)
+    dout, zeros = attention.shard(cotangent), np.zeros_like(first)
+    plain = np.zeros(shape[:2], np.int32)
+    packed = documents(shape[1], [1, 5, 6, shape[1] - 2], shape[0])
+    packed[0, -3:] = packed[-1, :2] = -1
+    padded = plain.copy()
+    padded[0, shape[1] // 2 :] = -1
+
+    @jax.jit
+    def both(x, kernel, first, ids):
+        def loss(x, kernel, first):
+            out, last = attention.causal_conv(
+                x,
+                kernel,
+                segment_ids=ids,
+                initial=first if has_first else None,
+                return_last=True,
+            )
+            return (out * dout).sum() + (last * last_cotangent).sum(), (out, last)
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(x, kernel, first)
+
+    for ids in (plain, packed, padded):
+        given = first if has_first else zeros
+        grads, (out, last) = both(attention.shard(x), kernel, first, attention.shard(ids))
+        wanted = oracle.causal_conv(x, kernel, ids=ids, first=given)
+        close(attention.unshard(out), wanted[0], TOLERANCE, "out")
+        close(np.asarray(last), wanted[1], TOLERANCE, "last inputs")
+
+        def product(x, kernel, first, ids=ids):
+            out, last = oracle.causal_conv(x, kernel, ids=ids, first=first)
+            return (out * cotangent).sum() + (last * last_cotangent).sum()
+
+        # It is linear in x and first together, and affine in the kernel.
+        steps = [rng.normal(size=y.shape) for y in (x, kernel, first)]
+        along = [
+            product(steps[0], kernel, zeros),
+            product(x, steps[1], given) - product(x, np.zeros_like(kernel), given),
+            product(np.zeros_like(x), kernel, steps[2]) if has_first else 0,
+        ]
+        for name, gradient, step, expected in zip("xkf", grads, steps, along, strict=True):
+            gradient = attention.unshard(gradient) if name == "x" else np.asarray(gradient)
+            found = (gradient.astype(np.float64) * step).sum()
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-4), name
+
+
 def test_mistakes_are_named():
     attention = attention_on(st.Degrees(ring=2), "gated_delta")
     q, k, v, decay, beta, state, *_ = map(jnp.asarray, inputs("gated_delta", 8))
@@ -270,6 +334,10 @@ def test_mistakes_are_named():
         attention(q, k, v, initial_state=state[:, :2])
     with refused(InputError, "segment_ids must be [batch, seq] = [2, 8]", "[2, 7]"):
         attention(q, k, v, segment_ids=jnp.zeros((2, 7), jnp.int32))
+    with refused(InputError, "kernel [width, ...]", "kernel [4, 5]"):
+        attention.causal_conv(q, jnp.zeros((4, 5)))
+    with refused(InputError, "at least width - 1 tokens; got 4, width=6"):
+        attention.causal_conv(beta, jnp.zeros((6, 4)))
     with refused(InputError, "seq_len must be divisible by", seq_len=7):
         attention(q[:, :7], k[:, :7], v[:, :7])
 

@@ -1,0 +1,81 @@
+"""The short causal convolution in front of linear attention, over the tokens of one device."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
+
+from startrail_jax.devices.degrees import Axis
+from startrail_jax.linear.halo import begins, with_tokens_before
+from startrail_jax.rings import collectives
+from startrail_jax.tokens.layout import Layout
+
+
+def conv_on_device(
+    layout: Layout,
+    axis: Axis,
+    x: Shaped[Array, "b t *m"],
+    kernel: Shaped[Array, "w *m"],
+    ids: Int32[Array, "b t"],
+    first: Shaped[Array, "b e *m"],
+) -> Shaped[Array, "b t *m"]:
+    """out_t = sum_i kernel_i x_{t - w + 1 + i}, in float32, where `first` stands before x_0.
+
+    Inputs of other documents count as zeros; those of padding are zeros.
+    """
+    zigzag, extra = layout.kind == "zigzag", first.shape[1]
+    number = _documents(with_tokens_before(ids, _first_ids(ids, extra), axis, zigzag=zigzag))
+    inputs = with_tokens_before(x, first, axis, zigzag=zigzag)
+    t = inputs.shape[2] - extra
+    out = jnp.zeros((*inputs.shape[:2], t, *inputs.shape[3:]), jnp.float32)
+    for i in range(extra + 1):
+        same = number[..., i : i + t] == number[..., extra:]
+        weight = kernel[i].astype(jnp.float32).reshape(1, 1, 1, *kernel.shape[1:])
+        term = jnp.where(_wide(same, inputs), inputs[:, :, i : i + t].astype(jnp.float32), 0)
+        out = out + weight * term
+    return out.astype(x.dtype).reshape(x.shape)
+
+
+def last_inputs(
+    layout: Layout,
+    axis: Axis,
+    x: Shaped[Array, "b t *m"],
+    ids: Int32[Array, "b t"],
+    first: Shaped[Array, "b e *m"],
+) -> Shaped[Array, "b e *m"]:
+    """The inputs up to the last token that is no padding, of its document; zeros before."""
+    t, extra = ids.shape[1], first.shape[1]
+    rank = collectives.index(axis)
+    places = layout.unit_positions(t * layout.degree, rank, 1).vector()
+    end = collectives.maximum(jnp.where(ids >= 0, places[None], -1).max(1), axis)
+    wanted = end[:, None] + jnp.arange(1 - extra, 1, dtype=jnp.int32)[None]
+    here = wanted[:, :, None] == places[None, None]
+
+    def found(y: Array, before: Array) -> Array:
+        own = jnp.where(_wide(here, y[:, None]), y[:, None], 0).sum(2, dtype=y.dtype)
+        before = jnp.take_along_axis(
+            before, _wide((wanted + extra).clip(0, extra - 1), before), axis=1
+        )
+        before = jnp.where(_wide((wanted < 0) & (rank == 0), before), before, 0)
+        return collectives.total(own + before, axis)
+
+    # The first token has the document of what stands before it.
+    is_first = jnp.where(rank == 0, ids[:, :1], 0)
+    number = _documents(found(ids, _first_ids(collectives.total(is_first, axis), extra)))
+    last = found(x, first)
+    return jnp.where(_wide(number == number[:, -1:], last), last, 0)
+
+
+def _documents(ids: Array) -> Array:
+    """Numbers of documents, of neighbouring tokens."""
+    counted = jnp.cumsum(begins(ids), -1, dtype=jnp.int32)
+    return jnp.concatenate([jnp.zeros_like(ids[..., :1]), counted], -1)
+
+
+def _first_ids(ids: Array, extra: int) -> Array:
+    return jnp.broadcast_to(ids[:, :1], (ids.shape[0], extra))
+
+
+def _wide(mask: Array, x: Array) -> Array:
+    """A mask of the first dimensions of an array, with all of them."""
+    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
