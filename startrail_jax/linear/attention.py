@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,12 +20,14 @@ from startrail_jax.calls.validation import DTYPES, check_shardings, check_static
 from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
-from startrail_jax.linear.conv import conv_on_device, last_inputs
+from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
+from startrail_jax.linear.cost import StateSizes, communication_of_states
 from startrail_jax.linear.halo import begins, with_tokens_before
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
-from startrail_jax.linear.vjp import LinearCall, linear_attention
+from startrail_jax.linear.vjp import LinearCall, decode, linear_attention
 from startrail_jax.rings import collectives
+from startrail_jax.traffic.cost import Communication
 from startrail_jax.values import adopt, is_real, real, whole
 from startrail_jax.xla.varying import alike, vary
 
@@ -145,10 +148,10 @@ class LinearAttention(Sharded):
         present = [x for x in zip(_NAMES, arrays, specs, strict=True) if x[1] is not None]
         names, found, wanted = zip(*present, strict=True)
         check_shardings(names, found, wanted, self.mesh)
-        out, last = _run(self, specs, heads, *arrays)
+        out, last = _run(self, specs, heads, return_state, *arrays)
         return (out, last) if return_state else out
 
-    def _check(self, arrays: Any) -> int:
+    def _check(self, arrays: Any, *, whole: bool = True) -> int:
         """The number of states of a row; raises a ValueError unless arrays fit each other."""
         query, key, value, decay, beta, state, ids = arrays
         inputs = dict(query=query, key=key, value=value)
@@ -194,41 +197,52 @@ class LinearAttention(Sharded):
                     "initial_state must be float32 [batch, heads, key_dim, value_dim] = "
                     f"{list(form)}; got {state.dtype} {list(state.shape)}."
                 )
-        self._check_rows((batch, length), ids)
+        if whole:
+            self._check_rows((batch, length), ids)
+        else:
+            self._check_batch(batch)
         return heads
 
-    def _on_device(self, heads: int, *arrays: Any, counts: tuple[int, ...]) -> tuple[Array, Array]:
+    def _on_device(
+        self, heads: int, counts: tuple[int, ...], returns_state: bool, *arrays: Any
+    ) -> tuple[Array, Any]:
         """What one device computes, from its parts of the arrays."""
-        tokens: list[Any]
-        *tokens, state, ids = arrays
-        line = Line(self.rule, self._ranks, self.layout.kind == "zigzag")
-        here = heads // self.degrees.tensor
-        (b, t, _, key_dim), value_dim = tokens[0].shape, tokens[2].shape[3]
-        tokens = [
-            x if x is None else self._own_heads(x, count, heads)
-            for x, count in zip(tokens, counts, strict=True)
-        ]
-        if tokens[3] is None:
-            tokens[3] = jnp.zeros((b, t, here), jnp.float32)
-        if tokens[4] is None:
-            tokens[4] = jnp.ones((b, t, here), jnp.float32)
-        if tokens[3].ndim == 3:
-            tokens[3] = tokens[3][..., None]
-        fresh = jnp.zeros((b, t), bool)
+        *given, state, ids = arrays
+        tokens = self._tokens(heads, counts, *given)
+        b, t = tokens[0].shape[:2]
+        call = self._call(heads, tokens[0].shape[3])
+        line, fresh = call.line, jnp.zeros((b, t), bool)
         if ids is not None:
             tokens = [jnp.where(_wide(ids >= 0, x), x, 0) for x in tokens]
             behind = with_tokens_before(ids, ids[:, :1], line.axis, zigzag=line.zigzag)
             fresh = begins(behind).reshape(b, t)
         if state is None:
-            state = jnp.zeros((b, here, key_dim, value_dim), jnp.float32)
-        scale = self.scale
-        if scale is None:
-            scale = key_dim**-0.5 if self.rule.scaled else 1.0
-        state = vary(state, *line.axis.names)
-        out, last = linear_attention(LinearCall(line, here, scale), state, fresh, *tokens)
+            state = jnp.zeros((b, call.heads, *(x.shape[3] for x in tokens[::2][:2])), jnp.float32)
+        out, last = linear_attention(call, vary(state, *line.axis.names), fresh, *tokens)
         if ids is not None:  # For the gradients: what comes from padding goes nowhere.
             out = jnp.where(_wide(ids >= 0, out), out, 0)
-        return out, collectives.total(last, line.axis)
+        return out, collectives.total(last, line.axis) if returns_state else None
+
+    def _call(self, heads: int, key_dim: int) -> LinearCall:
+        """What is static on a device, for states of so many heads over all devices."""
+        line = Line(self.rule, self._ranks, self.layout.kind == "zigzag")
+        default = key_dim**-0.5 if self.rule.scaled else 1.0
+        scale = default if self.scale is None else self.scale
+        return LinearCall(line, heads // self.degrees.tensor, scale)
+
+    def _tokens(self, heads: int, counts: tuple[int, ...], *given: Any) -> list[Array]:
+        """Query, key, value, decay [b, t, _, 1 or k] and beta, with the heads of this device."""
+        own: list[Any] = [
+            x if x is None else self._own_heads(x, count, heads)
+            for x, count in zip(given, counts, strict=True)
+        ]
+        query, key, value, decay, beta = own
+        shape = (*query.shape[:2], heads // self.degrees.tensor)
+        if decay is None:
+            decay = jnp.zeros(shape, jnp.float32)
+        if beta is None:
+            beta = jnp.ones(shape, jnp.float32)
+        return [query, key, value, decay if decay.ndim == 4 else decay[..., None], beta]
 
     def _own_heads(self, x: Array, count: int, heads: int) -> Array:
         """The heads of this device's states, of an array with `count` heads over all devices."""
@@ -238,6 +252,104 @@ class LinearAttention(Sharded):
         here = heads // tensor.degree
         states = collectives.index(tensor) * here + jnp.arange(here)
         return jnp.take(x, states // (heads // count), axis=2)
+
+    def communication(
+        self,
+        *,
+        batch: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        packed: bool = False,
+        initial_state: bool = False,
+        return_state: bool = False,
+        order: str | Sequence[str] | None = None,
+        devices_per_node: int | None = None,
+    ) -> Communication:
+        """Bytes that one device receives in one call; the number of tokens does not matter.
+
+        With P devices along the sequence, the forward pass receives ceil(log2 P) - 1 maps of a
+        state, of key_dim * (key_dim + value_dim) float32 numbers a head (1 + key_dim * value_dim
+        under "ssd"), and two states; under zigzag about twice as much. The backward pass receives
+        as much again.
+
+        Args:
+            batch: rows. This and the heads are those of the whole arrays, over all devices.
+            heads: states of a row.
+            key_dim, value_dim: sizes of a state.
+            packed: whether there are segment ids.
+            initial_state: whether there is an initial state of which a gradient is taken.
+            return_state: whether the last state is returned.
+            order, devices_per_node: as in `communication`.
+
+        Returns:
+            As `communication`, with a map of all states of a device as the unit.
+        """
+        return communication_of_states(
+            self.degrees,
+            StateSizes(
+                rule=self.rule,
+                batch=batch // self.degrees.data,
+                heads=heads // self.degrees.tensor,
+                key_dim=key_dim,
+                value_dim=value_dim,
+            ),
+            zigzag=self.layout.kind == "zigzag",
+            packed=packed,
+            initial_state=initial_state,
+            return_state=return_state,
+            order=order,
+            devices_per_node=devices_per_node,
+        )
+
+    def decode(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        decay: ArrayLike | None = None,
+        beta: ArrayLike | None = None,
+        *,
+        state: ArrayLike,
+    ) -> tuple[Array, Array]:
+        """The outputs of new tokens, and the state after them.
+
+        A call with `return_state` gives the state of a prompt. Every device along the sequence axes
+        holds the new tokens and the state, and computes the same: nothing is sent.
+
+        Args:
+            query, key, value, decay, beta: as in a call, of a few new tokens.
+            state: float32 [batch, heads, key_dim, value_dim] before them, sharded as `state_spec`.
+
+        Returns:
+            out [batch, new, heads, value_dim] with the dtype of value, and the state.
+
+        Raises:
+            ValueError: if shapes or dtypes do not fit each other or the mesh.
+        """
+        check_whole(self.mesh)
+        given = (query, key, value, decay, beta, state)
+        arrays = [x if x is None else jnp.asarray(x) for x in given]
+        return _run_decode(self, self._check([*arrays, None], whole=False), *arrays)
+
+    def decode_conv(
+        self, x: ArrayLike, kernel: ArrayLike, *, initial: ArrayLike
+    ) -> tuple[Array, Array]:
+        """`causal_conv` of a few new tokens, which all devices along the sequence axes hold.
+
+        Args:
+            x, kernel: as for `causal_conv`.
+            initial: [batch, width - 1, ...], the last inputs that `causal_conv` or this returned.
+
+        Returns:
+            out with the shape and the dtype of x, and the new last inputs.
+
+        Raises:
+            ValueError: if shapes do not fit each other.
+        """
+        x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+        first = _check_conv(x, kernel, initial)
+        return conv_of_all(x, kernel, first)
 
     def causal_conv(
         self,
@@ -276,24 +388,17 @@ class LinearAttention(Sharded):
         check_whole(self.mesh)
         check_static(return_last=return_last)
         x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-        form = (x.shape[0], max(kernel.shape[0] - 1, 0), *x.shape[2:]) if x.ndim in (3, 4) else ()
-        first = jnp.zeros(form, x.dtype) if initial is None else jnp.asarray(initial)
-        if not form or kernel.shape[1:] != x.shape[2:] or not kernel.size or first.shape != form:
-            raise InputError(
-                "x must be [batch, seq, ...] with one or two dimensions of channels, kernel [width,"
-                " ...] and initial [batch, width - 1, ...] with the same ones; got x "
-                f"{list(x.shape)}, kernel {list(kernel.shape)}, initial {list(first.shape)}."
-            )
+        first = _check_conv(x, kernel, initial)
         ids = jnp.zeros(x.shape[:2], jnp.int32)
         if segment_ids is not None:
             ids = jnp.asarray(int32_ids(as_negative(self.padding_id, segment_ids)))
         self._check_rows(x.shape[:2], ids)
-        if x.shape[1] // self.layout.multiple < form[1]:
+        if x.shape[1] // self.layout.multiple < first.shape[1]:
             raise InputError(
                 "Each slice of a device must have at least width - 1 tokens; got "
                 f"{x.shape[1] // self.layout.multiple}, width={kernel.shape[0]}. Use fewer devices."
             )
-        out, last = _run_conv(self, return_last, x, kernel, ids, first.astype(x.dtype))
+        out, last = _run_conv(self, return_last, x, kernel, ids, first)
         return (out, last) if return_last else out
 
     def _check_rows(self, shape: tuple[int, ...], ids: Array | None) -> None:
@@ -311,33 +416,71 @@ class LinearAttention(Sharded):
         return flat_axis(self.axes, SEQUENCE_ROLES)
 
 
+def _check_conv(x: Array, kernel: Array, initial: Any) -> Array:
+    """What stands before the first token; raises a ValueError unless all fit each other."""
+    form = (x.shape[0], max(len(kernel) - 1, 0), *x.shape[2:]) if x.ndim in (3, 4) else ()
+    first = jnp.zeros(form, x.dtype) if initial is None else jnp.asarray(initial, x.dtype)
+    if not form or kernel.shape[1:] != x.shape[2:] or not kernel.size or first.shape != form:
+        raise InputError(
+            "x must be [batch, seq, ...] with one or two dimensions of channels, kernel [width, "
+            "...] and initial [batch, width - 1, ...] with the same ones; got x "
+            f"{list(x.shape)}, kernel {list(kernel.shape)}, initial {list(first.shape)}."
+        )
+    return first
+
+
 def _wide(kept: Array, x: Array) -> Array:
     return kept.reshape(*kept.shape, *[1] * (x.ndim - 2))
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(attention: LinearAttention, specs: Any, heads: int, *arrays: Any) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(
+    attention: LinearAttention, specs: Any, heads: int, returns_state: bool, *arrays: Any
+) -> tuple[Array, Any]:
     """Linear attention of whole arrays on the devices of its mesh."""
     counts = tuple(0 if x is None else x.shape[2] for x in arrays[:5])
     return jax.shard_map(
-        functools.partial(attention._on_device, heads, counts=counts),
+        functools.partial(attention._on_device, heads, counts, returns_state),
         mesh=attention.mesh,
         in_specs=specs,
-        out_specs=(attention.heads_spec(heads), attention.state_spec),
+        out_specs=(attention.heads_spec(heads), attention.state_spec if returns_state else None),
     )(*arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_conv(
-    attention: LinearAttention, returns_last: bool, *arrays: Array
-) -> tuple[Array, Array | None]:
+def _run_decode(attention: LinearAttention, heads: int, *arrays: Any) -> tuple[Array, Array]:
+    """New tokens of whole arrays, on the devices of the mesh."""
+    counts = tuple(0 if x is None else x.shape[2] for x in arrays[:5])
+    data = attention.sequence_spec[0]
+
+    def spec(heads: int, ndim: int) -> PartitionSpec:
+        return PartitionSpec(data, None, *attention.heads_spec(heads, ndim)[2:])
+
+    def on_device(*arrays: Any) -> tuple[Array, Array]:
+        *given, state = arrays
+        tokens = attention._tokens(heads, counts, *given)
+        return decode(attention._call(heads, tokens[0].shape[3]), state, *tokens)
+
+    return jax.shard_map(
+        on_device,
+        mesh=attention.mesh,
+        in_specs=(
+            *(None if x is None else spec(x.shape[2], x.ndim) for x in arrays[:5]),
+            attention.state_spec,
+        ),
+        out_specs=(spec(heads, 4), attention.state_spec),
+    )(*arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_conv(attention: LinearAttention, returns_last: bool, *arrays: Array) -> tuple[Array, Any]:
     """The convolution of whole arrays on the devices of the mesh."""
     layout, axis = attention.layout, attention._ranks
     data, seq, *rest = attention.heads_spec(arrays[0].shape[2], arrays[0].ndim)
     spec, beside = PartitionSpec(data, seq, *rest), PartitionSpec(data, None, *rest)
 
-    def on_device(*arrays: Array) -> tuple[Array, Array | None]:
+    def on_device(*arrays: Array) -> tuple[Array, Any]:
         x, kernel, ids, first = alike(*arrays)
         x = jnp.where(_wide(ids >= 0, x), x, 0)
         last = last_inputs(layout, axis, x, ids, first) if returns_last else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from startrail_jax.devices.degrees import Axis
 from startrail_jax.linear.halo import begins, with_tokens_before
@@ -26,6 +26,25 @@ def conv_on_device(
     zigzag, extra = layout.kind == "zigzag", first.shape[1]
     number = _documents(with_tokens_before(ids, _first_ids(ids, extra), axis, zigzag=zigzag))
     inputs = with_tokens_before(x, first, axis, zigzag=zigzag)
+    return _summed(inputs, kernel, number).astype(x.dtype).reshape(x.shape)
+
+
+def conv_of_all(
+    x: Shaped[Array, "b t *m"], kernel: Shaped[Array, "w *m"], first: Shaped[Array, "b e *m"]
+) -> tuple[Shaped[Array, "b t *m"], Shaped[Array, "b e *m"]]:
+    """The convolution of tokens that are all here, and the last inputs."""
+    inputs = jnp.concatenate([first, x], 1)
+    number = jnp.zeros((1, 1, inputs.shape[1]), jnp.int32)
+    out = _summed(inputs[:, None], kernel, number).astype(x.dtype).reshape(x.shape)
+    return out, inputs[:, inputs.shape[1] - first.shape[1] :]
+
+
+def _summed(
+    inputs: Shaped[Array, "b s et *m"],
+    kernel: Shaped[Array, "w *m"],
+    number: Int32[Array, "_ _ et"],
+) -> Float32[Array, "b s t *m"]:
+    extra = kernel.shape[0] - 1
     t = inputs.shape[2] - extra
     out = jnp.zeros((*inputs.shape[:2], t, *inputs.shape[3:]), jnp.float32)
     for i in range(extra + 1):
@@ -33,7 +52,7 @@ def conv_on_device(
         weight = kernel[i].astype(jnp.float32).reshape(1, 1, 1, *kernel.shape[1:])
         term = jnp.where(_wide(same, inputs), inputs[:, :, i : i + t].astype(jnp.float32), 0)
         out = out + weight * term
-    return out.astype(x.dtype).reshape(x.shape)
+    return out
 
 
 def last_inputs(

@@ -83,26 +83,30 @@ class StateRule:
     scaled: ClassVar[bool] = True
     """Whether the default scale is key_dim ** -0.5, and not 1."""
 
-    def parts(self, chunk: Chunk) -> ChunkTerms:
+    def terms(self, chunk: Chunk) -> ChunkTerms:
         """What chunks do."""
         raise NotImplementedError
 
-    def step(self, parts: ChunkTerms, state: Float32[Array, "*m k v"]) -> Float32[Array, "*m k v"]:
+    def step(self, terms: ChunkTerms, state: Float32[Array, "*m k v"]) -> Float32[Array, "*m k v"]:
         """The state after a chunk."""
-        return parts.end * state + dot("...ck,...cv->...kv", parts.written, _values(parts, state))
+        return terms.end * state + dot("...ck,...cv->...kv", terms.written, _values(terms, state))
 
-    def out(self, parts: ChunkTerms, state: Float32[Array, "*m k v"]) -> Float32[Array, "*m c v"]:
+    def out(self, terms: ChunkTerms, state: Float32[Array, "*m k v"]) -> Float32[Array, "*m c v"]:
         """What the queries of a chunk read, from the state before the chunk and from the chunk."""
-        of_state = dot("...ck,...kv->...cv", parts.read, state)
-        return of_state + dot("...cd,...dv->...cv", parts.scores, _values(parts, state))
+        of_state = dot("...ck,...kv->...cv", terms.read, state)
+        return of_state + dot("...cd,...dv->...cv", terms.scores, _values(terms, state))
 
     # Maps ----------------------------------------------------------------------------------------
+
+    def factor_elements(self, key_dim: int) -> int:
+        """Numbers in M."""
+        raise NotImplementedError
 
     def unit(self, like: Float32[Array, "*m k v"]) -> Map:
         """The map that changes nothing."""
         raise NotImplementedError
 
-    def extend(self, map_: Map, parts: ChunkTerms) -> Map:
+    def extend(self, map_: Map, terms: ChunkTerms) -> Map:
         """A map, and then the chunk."""
         raise NotImplementedError
 
@@ -122,7 +126,7 @@ class StateRule:
 class _Delta(StateRule):
     """Rules that write the difference to what the state holds: M is a matrix."""
 
-    def parts(self, chunk: Chunk) -> ChunkTerms:
+    def terms(self, chunk: Chunk) -> ChunkTerms:
         sums, same = _sums(chunk.decay), _same_document(chunk)
         before, after = _borders(chunk, sums)
         dtype, beta = chunk.key.dtype, chunk.beta[..., None]
@@ -144,16 +148,19 @@ class _Delta(StateRule):
             scores=jnp.where(same, jnp.tril(scores), 0).astype(dtype),
         )
 
+    def factor_elements(self, key_dim: int) -> int:
+        return key_dim**2
+
     def unit(self, like: Array) -> Map:
         one = jnp.eye(like.shape[-2], dtype=jnp.float32)
         return jnp.broadcast_to(one, (*like.shape[:-2], *one.shape)), jnp.zeros_like(like)
 
-    def extend(self, map_: Map, parts: ChunkTerms) -> Map:
+    def extend(self, map_: Map, terms: ChunkTerms) -> Map:
         factor, added = map_
         k = factor.shape[-1]
         # Both at once: what the factor maps is a state to which nothing is written.
-        nothing = jnp.zeros((*parts.new.shape[:-1], k), jnp.float32)
-        both = parts._replace(new=jnp.concatenate([nothing, parts.new], -1))
+        nothing = jnp.zeros((*terms.new.shape[:-1], k), jnp.float32)
+        both = terms._replace(new=jnp.concatenate([nothing, terms.new], -1))
         factor, added = jnp.split(self.step(both, jnp.concatenate([factor, added], -1)), [k], -1)
         return factor, added
 
@@ -192,7 +199,7 @@ class SSD(StateRule):
     name = "ssd"
     scaled = False
 
-    def parts(self, chunk: Chunk) -> ChunkTerms:
+    def terms(self, chunk: Chunk) -> ChunkTerms:
         sums, same = _sums(chunk.decay), _same_document(chunk)
         before, after = _borders(chunk, sums)
         dtype = chunk.key.dtype
@@ -206,11 +213,14 @@ class SSD(StateRule):
             scores=jnp.where(same, jnp.tril(scores), 0).astype(dtype),
         )
 
+    def factor_elements(self, key_dim: int) -> int:
+        return 1
+
     def unit(self, like: Array) -> Map:
         return jnp.ones((*like.shape[:-2], 1, 1), jnp.float32), jnp.zeros_like(like)
 
-    def extend(self, map_: Map, parts: ChunkTerms) -> Map:
-        return map_[0] * parts.end, self.step(parts, map_[1])
+    def extend(self, map_: Map, terms: ChunkTerms) -> Map:
+        return map_[0] * terms.end, self.step(terms, map_[1])
 
     def then(self, first: Map, second: Map) -> Map:
         return second[0] * first[0], second[0] * first[1] + second[1]
@@ -262,11 +272,11 @@ def _joined(first: Array, low: Array, second: Array) -> Array:
     return jnp.concatenate([top, jnp.concatenate([low, second], -1)], -2)
 
 
-def _values(parts: ChunkTerms, state: Array) -> Array:
+def _values(terms: ChunkTerms, state: Array) -> Array:
     """What the tokens of a chunk write."""
-    if parts.known is None:
-        return parts.new
-    return parts.new - dot("...ck,...kv->...cv", parts.known, state)
+    if terms.known is None:
+        return terms.new
+    return terms.new - dot("...ck,...kv->...cv", terms.known, state)
 
 
 def _same_document(chunk: Chunk) -> Array:

@@ -115,11 +115,23 @@ def linear_attention(call: LinearCall, first: Array, begins: Array, *floats: Arr
     return cut.joined(out, slices, length), last
 
 
+def decode(call: LinearCall, state: Array, *floats: Array) -> tuple[Array, Array]:
+    """Outputs [b, t, h, v] of a few tokens, all on this device, and the state after them."""
+    tokens = floats[0].shape[1]
+    size = min(CHUNK, 1 << (tokens - 1).bit_length())
+    cut = Cut(1, -(-tokens // size), size)
+    fresh = jnp.zeros((floats[0].shape[0], tokens), jnp.int32)
+    state, fresh, *blocks = alike(state, fresh, *floats)
+    blocks = (*(cut.cut(x, 1) for x in blocks), cut.cut(fresh, 1))
+    after, out = _outputs(call, blocks, state[:, None, None])
+    return cut.joined(out, 1, tokens), after[:, 0, 0]
+
+
 def _forward(call: LinearCall, first: Array, blocks: Any) -> Any:
     maps = _maps(call, first, blocks)
     states, last = call.line.enter(maps, first)
     states, factors = (checkpoint_name(x, CHECKPOINT_NAME) for x in (states, maps[0]))
-    return (_outputs(call, blocks, states), last), (blocks, states, factors)
+    return (_outputs(call, blocks, states)[1], last), (blocks, states, factors)
 
 
 def _backward(call: LinearCall, residuals: Any, cotangents: Any) -> Any:
@@ -139,33 +151,33 @@ def _maps(call: LinearCall, first: Array, blocks: Any) -> Map:
     unit = call.rule.unit(jnp.zeros((*rows, *first.shape[1:]), jnp.float32))
 
     def add(map_: Map, c: Array) -> tuple[Map, None]:
-        return call.rule.extend(map_, _parts(call, _chunk(blocks, c))), None
+        return call.rule.extend(map_, _terms(call, _chunk(blocks, c))), None
 
     return lax.scan(add, jax.tree.map(lambda x: _like(x, first), unit), jnp.arange(chunks))[0]
 
 
-def _outputs(call: LinearCall, blocks: Any, states: Array) -> Array:
-    """The outputs of all chunks, [b, s, g, n, c, h, v]."""
+def _outputs(call: LinearCall, blocks: Any, states: Array) -> tuple[Array, Array]:
+    """The states after groups, and the outputs of all chunks, [b, s, g, n, c, h, v]."""
     value = blocks[2]
     shape = (*value.shape[:-2], call.heads, value.shape[-1])
 
     def add(carry: tuple[Array, Array], c: Array) -> tuple[tuple[Array, Array], None]:
         state, outs = carry
-        parts = _parts(call, _chunk(blocks, c))
-        out = jnp.moveaxis(call.rule.out(parts, state), 3, 4).astype(value.dtype)
+        terms = _terms(call, _chunk(blocks, c))
+        out = jnp.moveaxis(call.rule.out(terms, state), 3, 4).astype(value.dtype)
         outs = lax.dynamic_update_index_in_dim(outs, out, c, 3)
-        return (call.rule.step(parts, state), outs), None
+        return (call.rule.step(terms, state), outs), None
 
     begun = states, _like(jnp.zeros(shape, value.dtype), value)
-    return lax.scan(add, begun, jnp.arange(value.shape[3]))[0][1]
+    return lax.scan(add, begun, jnp.arange(value.shape[3]))[0]
 
 
 def _wanted(call: LinearCall, blocks: Any, states: Array, dout: Array) -> Array:
     """The gradients of the states before groups, as far as it comes from their own outputs."""
 
     def back(dstate: Array, c: Array) -> tuple[Array, None]:
-        parts = _parts(call, _chunk(blocks, c))
-        _, pull = jax.vjp(lambda state: _both(call, parts, state), jnp.zeros_like(dstate))
+        terms = _terms(call, _chunk(blocks, c))
+        _, pull = jax.vjp(lambda state: _both(call, terms, state), jnp.zeros_like(dstate))
         return pull((dstate, _of_chunk(dout, c)))[0], None
 
     steps = jnp.arange(dout.shape[3])
@@ -186,12 +198,12 @@ def _gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after:
         )
 
         def forward(state: Array, c: Array) -> tuple[Array, Array]:
-            return call.rule.step(_parts(call, _chunk(here, c)), state), state
+            return call.rule.step(_terms(call, _chunk(here, c)), state), state
 
         def back(dstate: Array, x: tuple[Array, Array]) -> tuple[Array, Any]:
             (state, c), (*given, document) = x, _chunk(here, x[1])
             _, pull = jax.vjp(
-                lambda state, *given: _both(call, _parts(call, (*given, document)), state),
+                lambda state, *given: _both(call, _terms(call, (*given, document)), state),
                 state,
                 *given,
             )
@@ -211,8 +223,8 @@ def _gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after:
     return lax.scan(of_groups, [_like(jnp.zeros_like(x), x) for x in floats], firsts)[0]
 
 
-def _both(call: LinearCall, parts: ChunkTerms, state: Array) -> tuple[Array, Array]:
-    return call.rule.step(parts, state), call.rule.out(parts, state)
+def _both(call: LinearCall, terms: ChunkTerms, state: Array) -> tuple[Array, Array]:
+    return call.rule.step(terms, state), call.rule.out(terms, state)
 
 
 def _chunk(blocks: Any, c: Array) -> tuple[Array, ...]:
@@ -225,7 +237,7 @@ def _of_chunk(dout: Array, c: Array) -> Array:
     return jnp.moveaxis(found, 4, 3).astype(jnp.float32)
 
 
-def _parts(call: LinearCall, chunk: tuple[Array, ...]) -> ChunkTerms:
+def _terms(call: LinearCall, chunk: tuple[Array, ...]) -> ChunkTerms:
     """What chunks do, [b, s, g, h, ...]; the heads of query and key are repeated as needed."""
     query, key, value, decay, beta, document = chunk
 
@@ -233,7 +245,7 @@ def _parts(call: LinearCall, chunk: tuple[Array, ...]) -> ChunkTerms:
         x = jnp.moveaxis(x, 4, 3)
         return jnp.repeat(x, call.heads // x.shape[3], axis=3)
 
-    return call.rule.parts(
+    return call.rule.terms(
         Chunk(
             query=(by_head(query) * call.scale).astype(query.dtype),
             key=by_head(key),

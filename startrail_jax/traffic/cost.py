@@ -45,6 +45,8 @@ class Traffic:
     """The steps that move bytes, in the order of the schedule."""
     unit_bytes: int
     """Bytes of one unit of traffic: one device's share of the query, at input width."""
+    unit: str = "one device's share of the query"
+    """What a unit is."""
     nodes: NodeTraffic | None = None
     """Bytes through the ports of the nodes; None if the size of a node is not given."""
 
@@ -87,8 +89,8 @@ class Communication:
     the head exchange."""
     total: Traffic
     """Both passes, with no part of the forward pass recomputed."""
-    backward_mode: Side
-    """Which side travels round the ring in the backward pass."""
+    backward_mode: Side | None
+    """Which side travels round the ring in the backward pass; None for linear attention."""
     order: tuple[str, ...] | None
     """Order of the mesh axes over the nodes, slowest first; None if the size of a node is not
     given."""
@@ -118,8 +120,8 @@ def _table(passes: Mapping[str, Traffic]) -> str:
         cells = [x.ljust(width) for x, width in zip(row[:-2], widths[:-2], strict=True)]
         cells += [x.rjust(width) for x, width in zip(row[-2:], widths[-2:], strict=True)]
         lines.append("  ".join(cells))
-    unit = next(iter(passes.values())).unit_bytes
-    lines.append(f"A unit is one device's share of the query, {unit:,} bytes.")
+    one = next(iter(passes.values()))
+    lines.append(f"A unit is {one.unit}, {one.unit_bytes:,} bytes.")
     for name, traffic in passes.items():
         if (nodes := traffic.nodes) is not None:
             lines.append(
@@ -221,13 +223,13 @@ def communication(
     check_head_chunks(wished.head_chunks, share.kv_heads)
     schedule, *_ = choose(schedule_of(degrees, shown, placed, **wished.options), degrees, sizes)
     passes = passes_of(schedule, degrees, sizes, shared_ids=key_len is None)
-    order, grid = _placed(degrees, order, devices_per_node, passes[-1])
+    order, grid = placed_on_nodes(degrees, order, devices_per_node, passes[-1])
     there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)
     side = traveller(wished, share, team=degrees.team, group=degrees.group)
     return Communication(forward=there, backward=back, total=total, backward_mode=side, order=order)
 
 
-def _placed(
+def placed_on_nodes(
     degrees: Degrees,
     order: str | Sequence[str] | None,
     devices_per_node: int | None,

@@ -10,9 +10,11 @@ import pytest
 import linear_oracle as oracle
 import startrail_jax as st
 from refusals import refused
+from startrail_jax.analysis.messages import read_messages
 from startrail_jax.errors import InputError
 from startrail_jax.linear import vjp
 from startrail_jax.linear.vjp import CHUNK, GROUP, Cut
+from startrail_jax.traffic.ports import messages
 
 RULES = ("gated_delta", "kda", "ssd")
 NAMES = ("query", "key", "value", "decay", "beta", "state")
@@ -306,6 +308,85 @@ def test_convolution_is_exact(width, has_first, degrees, layout, shape):
             gradient = attention.unshard(gradient) if name == "x" else np.asarray(gradient)
             found = (gradient.astype(np.float64) * step).sum()
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-4), name
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_new_tokens_follow_a_prompt(rule):
+    """A prompt, one token, and 70 tokens at once, beside the whole row."""
+    *tokens, _, _, _ = inputs(rule, 104, seed=13)
+    attention = attention_on(st.Degrees(ring=2, tensor=2), rule, layout="zigzag")
+    prompt, one, many = ([x[:, a:b] for x in tokens] for a, b in ((0, 32), (32, 33), (33, 103)))
+    early, state = attention(*attention.shard(*prompt), return_state=True)
+    found = [attention.unshard(early)]
+    for new in (one, many):
+        out, state = jax.jit(attention.decode)(*new, state=state)
+        found.append(np.asarray(out))
+    options = dict(delta=rule != "ssd", scale=6**-0.5 if rule != "ssd" else 1.0)
+    out, states = oracle.linear_attention(*tokens, **options)
+    close(np.concatenate(found, 1), out[:, :103], TOLERANCE, "out")
+    close(np.asarray(state), states[103], TOLERANCE, "state")
+    with refused(InputError, "initial_state must be float32", "[2, 2, 6, 5]"):
+        attention.decode(*one, state=state[:, :2])
+
+
+def test_convolution_of_new_tokens_follows_a_prompt():
+    rng = np.random.default_rng(14)
+    x, kernel = rng.normal(size=(2, 21, 6)), rng.normal(size=(4, 6))
+    x, kernel = x.astype(np.float32), kernel.astype(np.float32)
+    attention = attention_on(st.Degrees(ring=2), "ssd")
+    early, last = attention.causal_conv(attention.shard(x[:, :16]), kernel, return_last=True)
+    found = [attention.unshard(early)]
+    for new in (x[:, 16:17], x[:, 17:]):
+        out, last = attention.decode_conv(new, kernel, initial=last)
+        found.append(np.asarray(out))
+    close(np.concatenate(found, 1), oracle.causal_conv(x, kernel)[0], TOLERANCE, "out")
+    np.testing.assert_array_equal(last, x[:, 18:])
+
+
+@pytest.mark.slow_except_every(3)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("devices", [2, 5, 8])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_bytes_are_those_of_compiled_programs(rule, layout, devices, with_states):
+    """For any number of tokens: to and from each device."""
+    attention = attention_on(st.Degrees(ring=devices), rule, layout=layout)
+    sizes = dict(batch=2, heads=4, key_dim=6, value_dim=5)
+    packed = rule != "kda"
+    cost = attention.communication(
+        **sizes,
+        packed=packed,
+        initial_state=with_states,
+        return_state=with_states,
+    )
+    for tokens in (1, 3):
+        arrays = inputs(rule, tokens * 2 * devices)
+        *given, state, dout, dlast = map(jnp.asarray, arrays)
+        ids = jnp.zeros(dout.shape[:2], jnp.int32) if packed else None
+
+        def loss(*args, ids=ids, dout=dout, dlast=dlast):
+            *given, state = args
+            found = attention(
+                *given,
+                segment_ids=ids,
+                initial_state=state if with_states else None,
+                return_state=with_states,
+            )
+            out, last = found if with_states else (found, dlast)
+            return (out * dout).sum() + (last * dlast).sum(), found
+
+        grad = jax.grad(loss, tuple(range(5 + with_states)), has_aux=True)
+        for function, traffic in (
+            (lambda *args: loss(*args)[1], cost.forward),
+            (grad, cost.total),
+        ):
+            shardings = jax.NamedSharding(attention.mesh, attention.sequence_spec)
+            put = [jax.device_put(x, shardings) for x in given]
+            text = jax.jit(function).lower(*put, state).compile().as_text()
+            found = read_messages(text)
+            wanted = messages(attention.degrees, traffic.transfers)
+            np.testing.assert_array_equal(found.matrix, wanted.matrix)
+            assert traffic.received_bytes == found.matrix.sum(0).max()
 
 
 def test_mistakes_are_named():
