@@ -19,6 +19,7 @@ import tokenizers
 import tyro
 import yaml
 
+import linear_oracle
 import oracle
 import startrail_jax
 from benchmarks import figure
@@ -86,6 +87,10 @@ def test_python_of_attention_page_runs_and_is_right(monkeypatch):
     expected, _ = oracle.attention(query, key, value, causal=True)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     names["test_my_model_is_exact"]()
+    k, *others = (names[name] for name in ("k", "v", "decay", "beta"))
+    expected, states = linear_oracle.linear_attention(k, k, *others, delta=True, scale=32**-0.5)
+    np.testing.assert_allclose(names["linear"].unshard(names["read"]), expected, atol=2e-6)
+    np.testing.assert_allclose(names["state"], states[-1], atol=2e-6)
 
 
 @pytest.mark.slow
