@@ -92,8 +92,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens
 
-    def mirror(is_there: bool) -> Mirror:
-        url = config.mirror if is_there else None
+    fetches = config.mirror is not None and config.plan != "show"
+
+    def mirror(copies: bool) -> Mirror:
+        url = config.mirror if copies else None
         return Mirror(url, config.run_dir, keep=config.checkpoint.keep)
 
     with (
@@ -104,7 +106,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             call=config.attention_call,
             folder=config.run_dir,
             plan=Planner(config, task),
-            prepare=lambda: mirror(config.plan != "show").fetch(),
+            prepare=(lambda: mirror(True).fetch()) if fetches else None,
             saves_at_sigterm=True,
         ) as session,
         Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,

@@ -83,8 +83,6 @@ class Mirror:
 
         Raises OSError if a file of it cannot be read, RuntimeError if another program trains there.
         """
-        if self._url is None:
-            return
         with self._reading():
             step = max(self._steps(), default=0)
             if step <= self._local:

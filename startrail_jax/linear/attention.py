@@ -22,7 +22,7 @@ from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
 from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
 from startrail_jax.linear.cost import StateSizes, communication_of_states
-from startrail_jax.linear.halo import begins, with_tokens_before
+from startrail_jax.linear.halo import begins, wide, with_tokens_before
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
 from startrail_jax.linear.vjp import LinearCall, decode, linear_attention
@@ -126,7 +126,7 @@ class LinearAttention(Sharded):
             return_state: whether to return the state after the last token too.
 
         Returns:
-            out [batch, seq, heads, value_dim] with the dtype of value, sharded as `query_spec`.
+            out [batch, seq, heads, value_dim] with the dtype of value, sharded as `heads_spec`.
             With `return_state`, also the state [batch, heads, key_dim, value_dim] in float32.
 
         Raises:
@@ -134,9 +134,7 @@ class LinearAttention(Sharded):
         """
         check_whole(self.mesh)
         check_static(return_state=return_state)
-        ids = segment_ids
-        if ids is not None:
-            ids = jnp.asarray(int32_ids(as_negative(self.padding_id, ids)))
+        ids = self._ids(segment_ids)
         given = (query, key, value, decay, beta, initial_state)
         arrays = [*(None if x is None else jnp.asarray(x) for x in given), ids]
         heads = self._check(arrays)
@@ -183,13 +181,7 @@ class LinearAttention(Sharded):
                     f"{name} must be floats [{form}] under rule={self.rule.name!r}; got "
                     f"{x.dtype} {list(x.shape)}."
                 )
-        counts = {name: x.shape[2] for name, x in (inputs | gates).items()}
-        heads = max(counts.values())
-        if any(heads % x for x in counts.values()) or heads % self.degrees.tensor:
-            raise InputError(
-                "The heads of each array must divide the largest number of heads, and this must be "
-                f"divisible by tensor; got heads {counts}, tensor={self.degrees.tensor}."
-            )
+        heads = self._check_heads({name: x.shape[2] for name, x in (inputs | gates).items()})
         if state is not None:
             form = (batch, heads, key_dim, value.shape[3])
             if state.shape != form or state.dtype != jnp.float32:
@@ -203,6 +195,16 @@ class LinearAttention(Sharded):
             self._check_batch(batch)
         return heads
 
+    def _check_heads(self, counts: dict[str, int]) -> int:
+        """The largest number of heads; raises a ValueError unless all fit it and the mesh."""
+        heads = max(counts.values())
+        if any(heads % x for x in counts.values()) or heads % self.degrees.tensor:
+            raise InputError(
+                "The heads of each array must divide the largest number of heads, and this must be "
+                f"divisible by tensor; got heads {counts}, tensor={self.degrees.tensor}."
+            )
+        return heads
+
     def _on_device(
         self, heads: int, counts: tuple[int, ...], returns_state: bool, *arrays: Any
     ) -> tuple[Array, Any]:
@@ -213,14 +215,14 @@ class LinearAttention(Sharded):
         call = self._call(heads, tokens[0].shape[3])
         line, fresh = call.line, jnp.zeros((b, t), bool)
         if ids is not None:
-            tokens = [jnp.where(_wide(ids >= 0, x), x, 0) for x in tokens]
+            tokens = [jnp.where(wide(ids >= 0, x), x, 0) for x in tokens]
             behind = with_tokens_before(ids, ids[:, :1], line.axis, zigzag=line.zigzag)
             fresh = begins(behind).reshape(b, t)
         if state is None:
             state = jnp.zeros((b, call.heads, *(x.shape[3] for x in tokens[::2][:2])), jnp.float32)
         out, last = linear_attention(call, vary(state, *line.axis.names), fresh, *tokens)
         if ids is not None:  # For the gradients: what comes from padding goes nowhere.
-            out = jnp.where(_wide(ids >= 0, out), out, 0)
+            out = jnp.where(wide(ids >= 0, out), out, 0)
         return out, collectives.total(last, line.axis) if returns_state else None
 
     def _call(self, heads: int, key_dim: int) -> LinearCall:
@@ -284,7 +286,12 @@ class LinearAttention(Sharded):
 
         Returns:
             As `communication`, with a map of all states of a device as the unit.
+
+        Raises:
+            ValueError: if the mesh does not divide batch or heads.
         """
+        self._check_batch(batch)
+        self._check_heads({"state": heads})
         return communication_of_states(
             self.degrees,
             StateSizes(
@@ -389,9 +396,8 @@ class LinearAttention(Sharded):
         check_static(return_last=return_last)
         x, kernel = jnp.asarray(x), jnp.asarray(kernel)
         first = _check_conv(x, kernel, initial)
-        ids = jnp.zeros(x.shape[:2], jnp.int32)
-        if segment_ids is not None:
-            ids = jnp.asarray(int32_ids(as_negative(self.padding_id, segment_ids)))
+        ids = self._ids(segment_ids)
+        ids = jnp.zeros(x.shape[:2], jnp.int32) if ids is None else ids
         self._check_rows(x.shape[:2], ids)
         if x.shape[1] // self.layout.multiple < first.shape[1]:
             raise InputError(
@@ -400,6 +406,12 @@ class LinearAttention(Sharded):
             )
         out, last = _run_conv(self, return_last, x, kernel, ids, first)
         return (out, last) if return_last else out
+
+    def _ids(self, segment_ids: Any) -> Array | None:
+        """Segment ids as int32, with padding negative."""
+        if segment_ids is None:
+            return None
+        return jnp.asarray(int32_ids(as_negative(self.padding_id, segment_ids)))
 
     def _check_rows(self, shape: tuple[int, ...], ids: Array | None) -> None:
         """Raises a ValueError unless arrays [batch, seq, ...] fit the mesh, and ids fit them."""
@@ -427,10 +439,6 @@ def _check_conv(x: Array, kernel: Array, initial: Any) -> Array:
             f"{list(x.shape)}, kernel {list(kernel.shape)}, initial {list(first.shape)}."
         )
     return first
-
-
-def _wide(kept: Array, x: Array) -> Array:
-    return kept.reshape(*kept.shape, *[1] * (x.ndim - 2))
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.
@@ -482,10 +490,10 @@ def _run_conv(attention: LinearAttention, returns_last: bool, *arrays: Array) ->
 
     def on_device(*arrays: Array) -> tuple[Array, Any]:
         x, kernel, ids, first = alike(*arrays)
-        x = jnp.where(_wide(ids >= 0, x), x, 0)
+        x = jnp.where(wide(ids >= 0, x), x, 0)
         last = last_inputs(layout, axis, x, ids, first) if returns_last else None
         out = conv_on_device(layout, axis, x, kernel, ids, first)
-        return jnp.where(_wide(ids >= 0, out), out, 0), last
+        return jnp.where(wide(ids >= 0, out), out, 0), last
 
     return jax.shard_map(
         on_device,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from startrail_jax.devices.degrees import Axis
-from startrail_jax.linear.halo import begins, with_tokens_before
+from startrail_jax.linear.halo import begins, wide, with_tokens_before
 from startrail_jax.rings import collectives
 from startrail_jax.tokens.layout import Layout
 
@@ -50,7 +51,7 @@ def _summed(
     for i in range(extra + 1):
         same = number[..., i : i + t] == number[..., extra:]
         weight = kernel[i].astype(jnp.float32).reshape(1, 1, 1, *kernel.shape[1:])
-        term = jnp.where(_wide(same, inputs), inputs[:, :, i : i + t].astype(jnp.float32), 0)
+        term = jnp.where(wide(same, inputs), inputs[:, :, i : i + t].astype(jnp.float32), 0)
         out = out + weight * term
     return out
 
@@ -71,18 +72,17 @@ def last_inputs(
     here = wanted[:, :, None] == places[None, None]
 
     def found(y: Array, before: Array) -> Array:
-        own = jnp.where(_wide(here, y[:, None]), y[:, None], 0).sum(2, dtype=y.dtype)
-        before = jnp.take_along_axis(
-            before, _wide((wanted + extra).clip(0, extra - 1), before), axis=1
-        )
-        before = jnp.where(_wide((wanted < 0) & (rank == 0), before), before, 0)
+        own = jnp.where(wide(here, y[:, None]), y[:, None], 0).sum(2, dtype=y.dtype)
+        place = (wanted + extra).clip(0, extra - 1)
+        before = jax.vmap(lambda x, i: x[i])(before, place)
+        before = jnp.where(wide((wanted < 0) & (rank == 0), before), before, 0)
         return collectives.total(own + before, axis)
 
     # The first token has the document of what stands before it.
     is_first = jnp.where(rank == 0, ids[:, :1], 0)
     number = _documents(found(ids, _first_ids(collectives.total(is_first, axis), extra)))
     last = found(x, first)
-    return jnp.where(_wide(number == number[:, -1:], last), last, 0)
+    return jnp.where(wide(number == number[:, -1:], last), last, 0)
 
 
 def _documents(ids: Array) -> Array:
@@ -93,8 +93,3 @@ def _documents(ids: Array) -> Array:
 
 def _first_ids(ids: Array, extra: int) -> Array:
     return jnp.broadcast_to(ids[:, :1], (ids.shape[0], extra))
-
-
-def _wide(mask: Array, x: Array) -> Array:
-    """A mask of the first dimensions of an array, with all of them."""
-    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
+from startrail_jax.linear.halo import pairs_along
 from startrail_jax.linear.rules import StateRule
 from startrail_jax.rings.transfers import Transfer
 from startrail_jax.traffic.cost import Communication, Traffic, placed_on_nodes
@@ -55,7 +56,7 @@ def communication_of_states(
     backward = _scan(n, sizes, zigzag=zigzag, up=zigzag)
     if packed:
         ways = (True, False) if zigzag else (True,)
-        forward += [_Message(_IDS, sizes.batch * _INT32, _pairs(n, 1, up)) for up in ways]
+        forward += [_Message(_IDS, sizes.batch * _INT32, pairs_along(n, 1, up)) for up in ways]
     if return_state:
         forward.append(_Message("last state", sizes.state_bytes))
     if initial_state:
@@ -78,7 +79,7 @@ def communication_of_states(
 class _Message:
     name: str
     size: int
-    pairs: tuple[tuple[int, int], ...] | None = None
+    pairs: list[tuple[int, int]] | None = None
     """Of a permute; None for an all_reduce."""
 
 
@@ -87,19 +88,14 @@ def _scan(n: int, sizes: StateSizes, *, zigzag: bool, up: bool) -> list[_Message
     steps, distances = [], [2**i for i in range((n - 1).bit_length())]
     for distance in distances:
         size = sizes.map_bytes if distance != distances[-1] else sizes.state_bytes
-        steps.append(_Message("scan", size, _pairs(n, distance, up)))
+        steps.append(_Message("scan", size, pairs_along(n, distance, up)))
     if n > 1:
-        steps.append(_Message("scan", sizes.state_bytes, _pairs(n, 1, up)))
+        steps.append(_Message("scan", sizes.state_bytes, pairs_along(n, 1, up)))
     if zigzag and n > 1:
         steps.append(_Message("state in the middle", sizes.state_bytes))
         for distance in (*distances, 1):
-            steps.append(_Message("scan", sizes.map_bytes, _pairs(n, distance, False)))
+            steps.append(_Message("scan", sizes.map_bytes, pairs_along(n, distance, False)))
     return steps
-
-
-def _pairs(n: int, distance: int, up: bool) -> tuple[tuple[int, int], ...]:
-    pairs = [(p, p + distance) for p in range(n - distance)]
-    return tuple(pairs if up else [(target, source) for source, target in pairs])
 
 
 def _transfers(n: int, steps: Sequence[_Message]) -> list[Transfer]:
@@ -123,7 +119,7 @@ def _transfers(n: int, steps: Sequence[_Message]) -> list[Transfer]:
                     step.name,
                     "collective_permute",
                     SEQUENCE_ROLES,
-                    pairs=step.pairs,
+                    pairs=tuple(step.pairs),
                     message_bytes=step.size,
                     tensor_bytes=0 if step.name == _IDS else here,
                     row_bytes=here if step.name == _IDS else 0,

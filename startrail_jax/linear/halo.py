@@ -23,16 +23,26 @@ def with_tokens_before(
         zigzag: whether a device holds two slices, p and 2P - 1 - p.
     """
     n, p, extra = axis.degree, collectives.index(axis), first.shape[1]
+    up, down = (pairs_along(n, 1, way) for way in (True, False))
     slices = x.reshape(x.shape[0], 2 if zigzag else 1, -1, *x.shape[2:])
     tails = slices[:, :, slices.shape[2] - extra :]
-    up = [(i, i + 1) for i in range(n - 1)]
     early = collectives.permute(tails[:, 0], axis, up) if n > 1 else first
     before = [jnp.where(p == 0, first, early)]
     if zigzag:  # The late slice of the last device comes right after its early one.
-        down = [(target, source) for source, target in up]
         late = collectives.permute(tails[:, 1], axis, down) if n > 1 else tails[:, 0]
         before.append(jnp.where(p == n - 1, tails[:, 0], late))
     return jnp.concatenate([jnp.stack(before, 1), slices], 2)
+
+
+def pairs_along(n: int, distance: int, up: bool) -> list[tuple[int, int]]:
+    """(sender, receiver) of all messages that go some distance up a line of n devices, or down."""
+    pairs = [(p, p + distance) for p in range(n - distance)]
+    return pairs if up else [(target, source) for source, target in pairs]
+
+
+def wide(mask: Bool[Array, "*m"], x: Array) -> Bool[Array, "*n"]:
+    """A mask of the first dimensions of an array, with as many dimensions as it has."""
+    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 
 
 def begins(ids: Int32[Array, "*m t"]) -> Bool[Array, "*m t-1"]:

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from startrail_jax.devices.degrees import Axis
+from startrail_jax.linear.halo import pairs_along
 from startrail_jax.linear.rules import Map, StateRule
 from startrail_jax.rings import collectives
 
@@ -118,8 +119,7 @@ class Line:
         leaves, form = jax.tree.flatten(tree)
         lead = leaves[0].shape[:2]
         message = jnp.concatenate([x.reshape(*lead, -1) for x in leaves], -1)
-        pairs = [(p, p + distance) for p in range(self.axis.degree - distance)]
-        pairs = pairs if up else [(target, source) for source, target in pairs]
+        pairs = pairs_along(self.axis.degree, distance, up)
         message = collectives.permute(message, self.axis, pairs)
         ends = np.cumsum([math.prod(x.shape[2:]) for x in leaves])[:-1]
         parts = jnp.split(message, ends.tolist(), -1)
