@@ -35,6 +35,8 @@ from jaxtyping import Bool, Float
 from startrail_jax.attention import Attention
 from startrail_jax.calls.key_masks import placed
 from startrail_jax.errors import BalanceWarning, UnsupportedError
+from startrail_jax.linear.attention import LinearAttention
+from startrail_jax.linear.testing import StateProblem
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.shapes import EMPTY
 
@@ -93,7 +95,7 @@ def simulate_devices(count: int) -> None:
 
 
 def assert_exact(
-    attention: Attention,
+    attention: Attention | LinearAttention,
     *,
     seq_len: int,
     heads: int,
@@ -117,12 +119,16 @@ def assert_exact(
     tokens in one head or 1,024 tokens in 64 heads. A few tokens per device are enough to find most
     bugs.
 
+    A `LinearAttention` is compared with its recurrence, token by token, in float64: output, last
+    state, and the gradients of all inputs.
+
     Args:
         attention: the mesh, layout, mask and backend to test. All devices of the mesh must belong
             to this process.
         seq_len: tokens of the whole sequence.
-        heads: query heads, over all devices.
-        kv_heads: key heads, over all devices; None for as many as query heads.
+        heads: query heads, over all devices; of linear attention, states.
+        kv_heads: key heads, over all devices; None for as many as query heads. Of linear attention,
+            heads of query and key.
         value_head_dim: None for `head_dim`.
         kv_seq_len: tokens of the keys; None for `seq_len`.
         batch: rows, over all devices; None for as many as `segment_ids` has, or without it for two
@@ -132,7 +138,9 @@ def assert_exact(
         packed: whether to draw segment ids at random: four documents in each row, and padding.
         attention_fn: the function to test, where it is not `attention` itself but, for instance, a
             `shard_map` of your own around `attention.local`. It is called as
-            `attention_fn(query, key, value, segment_ids=..., return_lse=True)`.
+            `attention_fn(query, key, value, segment_ids=..., return_lse=True)`, for linear
+            attention as `attention_fn(query, key, value, decay, beta, segment_ids=...,
+            initial_state=..., return_state=True)`.
         tolerance: largest error that is allowed, relative to the largest absolute value of each
             result. None for 2e-6 in float32, and in bfloat16 and float16 for four times the error
             that dense attention makes by rounding to that dtype.
@@ -147,11 +155,39 @@ def assert_exact(
     """
     chex = _import_chex()
     _check_devices("assert_exact", attention)
-    attention.resolved_mask.check_closed("assert_exact")
     kv_heads = heads if kv_heads is None else kv_heads
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
+    if packed and segment_ids is not None:
+        raise ValueError(
+            "packed=True draws segment ids, so segment_ids must be None; got both. "
+            "Leave one of them out."
+        )
     ids = _segment_pair(segment_ids, (seq_len, kv_seq_len))
+    rng = np.random.default_rng(seed)
+    rows = batch
+    if rows is None:
+        rows = 2 * attention.degrees.data if ids is None else len(ids[0])
+    if isinstance(attention, LinearAttention):
+        if kv_seq_len != seq_len or isinstance(segment_ids, tuple):
+            raise ValueError(
+                "Linear attention has no keys of another length; got kv_seq_len or a pair of "
+                "segment_ids. Leave them out."
+            )
+        if packed:
+            ids = (_draw_documents(rng, rows, seq_len),) * 2
+        problem = StateProblem.drawn(
+            attention,
+            rng,
+            tokens=(rows, seq_len),
+            heads=(heads, kv_heads),
+            dims=(head_dim, value_head_dim),
+            dtype=dtype,
+            ids=None if ids is None else ids[0],
+        )
+        _assert_states(chex, attention, problem, attention_fn or attention, tolerance)
+        return
+    attention.resolved_mask.check_closed("assert_exact")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BalanceWarning)
         # Raises unless these sizes fit the mesh, the layout and the backend.
@@ -165,22 +201,13 @@ def assert_exact(
             packed=packed or ids is not None,
             kv_seq_len=kv_seq_len,
         )
-    data: int = attention.degrees.data
-    if batch is None:
-        batch = 2 * data if ids is None else len(ids[0])
-    _check_size(batch, heads, seq_len, kv_seq_len, data=data)
-    rng = np.random.default_rng(seed)
-    if packed and ids is not None:
-        raise ValueError(
-            "packed=True draws segment ids, so segment_ids must be None; got both. "
-            "Leave one of them out."
-        )
+    _check_size(rows, heads, seq_len, kv_seq_len, data=attention.degrees.data)
     if packed:
-        ids = _draw_documents(rng, batch, seq_len), _draw_documents(rng, batch, kv_seq_len)
+        ids = _draw_documents(rng, rows, seq_len), _draw_documents(rng, rows, kv_seq_len)
     inputs = _draw_inputs(
         rng,
-        query=(batch, seq_len, heads, head_dim),
-        key=(batch, kv_seq_len, kv_heads, head_dim),
+        query=(rows, seq_len, heads, head_dim),
+        key=(rows, kv_seq_len, kv_heads, head_dim),
         value_head_dim=value_head_dim,
         dtype=dtype,
         segment_ids=ids,
@@ -290,7 +317,7 @@ def _import_chex() -> ModuleType:
     return chex
 
 
-def _check_devices(caller: str, attention: Attention) -> None:
+def _check_devices(caller: str, attention: Attention | LinearAttention) -> None:
     """Raises a ValueError unless the mesh of an attention has devices."""
     if isinstance(attention.mesh, AbstractMesh):
         raise ValueError(
@@ -466,6 +493,32 @@ def _assert_values(
         atol = tolerances[name] * _largest(wanted)
         given = np.asarray(actual[name], np.float64)
         chex.assert_trees_all_close({name: given}, {name: wanted}, rtol=0, atol=atol)
+
+
+def _assert_states(
+    chex: ModuleType,
+    attention: LinearAttention,
+    problem: StateProblem,
+    function: Callable[..., Any],
+    tolerance: float | None,
+) -> None:
+    """Asserts that the results of linear attention match the recurrence."""
+    found = problem.results(attention, function)
+    for name, x in found.items():
+        of_tokens = attention.heads_spec(x.shape[2], x.ndim)
+        wanted = attention.state_spec if name in ("state", "dstate") else of_tokens
+        like = NamedSharding(attention.mesh, wanted)
+        if not x.sharding.is_equivalent_to(like, x.ndim):
+            raise AssertionError(f"the sharding of {name} must be {like}; got {x.sharding}")
+    given, expected = problem.natural(attention, found), problem.expected(attention)
+    one = {}
+    if tolerance is None and problem.inputs[0].dtype != np.float32:
+        one = problem.of_one_device(attention)
+    for name, wanted in expected.items():
+        atol = (FLOAT32_TOLERANCE if tolerance is None else tolerance) * _largest(wanted)
+        if name in one:
+            atol = max(atol, NARROW_ERROR_RATIO * float(np.abs(one[name] - wanted).max()))
+        chex.assert_trees_all_close({name: given[name]}, {name: wanted}, rtol=0, atol=atol)
 
 
 def _largest(x: np.ndarray) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from startrail_jax.calls.arguments import check_padding_id
@@ -21,7 +21,8 @@ from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
 from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
-from startrail_jax.linear.cost import StateSizes, communication_of_states
+from startrail_jax.linear.cost import LayerSizes, StateSizes, communication_of_states
+from startrail_jax.linear.explain import LinearExplanation, explain_states
 from startrail_jax.linear.halo import begins, wide, with_tokens_before
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
@@ -228,7 +229,7 @@ class LinearAttention(Sharded):
     def _call(self, heads: int, key_dim: int) -> LinearCall:
         """What is static on a device, for states of so many heads over all devices."""
         line = Line(self.rule, self._ranks, self.layout.kind == "zigzag")
-        default = key_dim**-0.5 if self.rule.scaled else 1.0
+        default = key_dim**-0.5 if self.rule.delta else 1.0
         scale = default if self.scale is None else self.scale
         return LinearCall(line, heads // self.degrees.tensor, scale)
 
@@ -308,6 +309,53 @@ class LinearAttention(Sharded):
             order=order,
             devices_per_node=devices_per_node,
         )
+
+    def explain(
+        self,
+        *,
+        seq_len: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        key_heads: int | None = None,
+        batch: int | None = None,
+        dtype: DTypeLike = "bfloat16",
+        packed: bool = False,
+    ) -> LinearExplanation:
+        """Says what a call sends, keeps and computes, beside other ways, without running anything.
+
+        `print(linear.explain(...))` shows the answer in a few lines.
+
+        Args:
+            seq_len: tokens of the whole sequence.
+            heads, key_dim, value_dim, packed: as for `communication`.
+            key_heads: heads of query and key, over all devices; None for as many as states.
+            batch: rows, over all devices; None for one of each data shard.
+            dtype: dtype of query, key and value.
+
+        Raises:
+            ValueError: if sizes do not fit the mesh.
+        """
+        rows = self.degrees.data if batch is None else batch
+        key_heads = heads if key_heads is None else key_heads
+        self._check_rows((rows, seq_len), None)
+        self._check_heads({"state": heads, "key": key_heads})
+        tensor = self.degrees.tensor
+        sizes = LayerSizes(
+            rule=self.rule,
+            batch=rows // self.degrees.data,
+            heads=heads // tensor,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            tokens=seq_len // self._ranks.degree,
+            key_heads=key_heads // tensor if key_heads % tensor == 0 else key_heads,
+            itemsize=jnp.dtype(dtype).itemsize,
+            slices=2 if self.layout.kind == "zigzag" else 1,
+        )
+        sent = self.communication(
+            batch=rows, heads=heads, key_dim=key_dim, value_dim=value_dim, packed=packed
+        )
+        return explain_states(self._ranks.degree, sizes, sent)
 
     def decode(
         self,

@@ -80,8 +80,16 @@ class StateRule:
     name: ClassVar[str]
     by_channel: ClassVar[bool] = False
     """Whether each channel of a key has its own decay."""
-    scaled: ClassVar[bool] = True
-    """Whether the default scale is key_dim ** -0.5, and not 1."""
+    delta: ClassVar[bool] = True
+    """Whether a token writes the difference to what the state holds. Then the default scale is
+    key_dim ** -0.5; without, it is 1."""
+
+    def token(self, state: Array, key: Array, value: Array, decay: Array, beta: Array) -> Array:
+        """The state [..., k, v] after one token, with a decay [..., k or 1]: the definition."""
+        state = jnp.exp(decay)[..., None] * state
+        if self.delta:
+            value = value - jnp.einsum("...kv,...k->...v", state, key, precision="highest")
+        return state + (beta[..., None] * key)[..., None] * value[..., None, :]
 
     def terms(self, chunk: Chunk) -> ChunkTerms:
         """What chunks do."""
@@ -102,13 +110,17 @@ class StateRule:
         """Numbers in M."""
         raise NotImplementedError
 
-    def unit(self, like: Float32[Array, "*m k v"]) -> Map:
-        """The map that changes nothing."""
+    def unit(self, like: Float32[Array, "*m k v"]) -> Any:
+        """The map that changes nothing, in the form that `extend` takes."""
         raise NotImplementedError
 
-    def extend(self, map_: Map, terms: ChunkTerms) -> Map:
+    def extend(self, map_: Any, terms: ChunkTerms) -> Any:
         """A map, and then the chunk."""
         raise NotImplementedError
+
+    def parts(self, map_: Any) -> Map:
+        """A map in the form of the other methods."""
+        return map_
 
     def then(self, first: Map, second: Map) -> Map:
         """Two maps, one after the other."""
@@ -151,18 +163,19 @@ class _Delta(StateRule):
     def factor_elements(self, key_dim: int) -> int:
         return key_dim**2
 
-    def unit(self, like: Array) -> Map:
+    def unit(self, like: Array) -> Array:
         one = jnp.eye(like.shape[-2], dtype=jnp.float32)
-        return jnp.broadcast_to(one, (*like.shape[:-2], *one.shape)), jnp.zeros_like(like)
+        return jnp.concatenate([jnp.broadcast_to(one, (*like.shape[:-2], *one.shape)), like], -1)
 
-    def extend(self, map_: Map, terms: ChunkTerms) -> Map:
-        factor, added = map_
-        k = factor.shape[-1]
-        # Both at once: what the factor maps is a state to which nothing is written.
-        nothing = jnp.zeros((*terms.new.shape[:-1], k), jnp.float32)
-        both = terms._replace(new=jnp.concatenate([nothing, terms.new], -1))
-        factor, added = jnp.split(self.step(both, jnp.concatenate([factor, added], -1)), [k], -1)
-        return factor, added
+    def extend(self, map_: Array, terms: ChunkTerms) -> Array:
+        # Both at once: what M maps is a state to which nothing is written.
+        k = terms.new.shape[-1] - map_.shape[-1]
+        new = jnp.pad(terms.new, [(0, 0)] * (terms.new.ndim - 1) + [(-k, 0)])
+        return self.step(terms._replace(new=new), map_)
+
+    def parts(self, map_: Array) -> Map:
+        k = map_.shape[-2]
+        return map_[..., :k], map_[..., k:]
 
     def then(self, first: Map, second: Map) -> Map:
         k = first[0].shape[-1]
@@ -197,7 +210,7 @@ class SSD(StateRule):
     """
 
     name = "ssd"
-    scaled = False
+    delta = False
 
     def terms(self, chunk: Chunk) -> ChunkTerms:
         sums, same = _sums(chunk.decay), _same_document(chunk)
@@ -217,7 +230,7 @@ class SSD(StateRule):
         return 1
 
     def unit(self, like: Array) -> Map:
-        return jnp.ones((*like.shape[:-2], 1, 1), jnp.float32), jnp.zeros_like(like)
+        return jnp.ones((*like.shape[:-2], 1, 1), jnp.float32), like
 
     def extend(self, map_: Map, terms: ChunkTerms) -> Map:
         return map_[0] * terms.end, self.step(terms, map_[1])

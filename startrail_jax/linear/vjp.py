@@ -150,10 +150,11 @@ def _maps(call: LinearCall, first: Array, blocks: Any) -> Map:
     rows, chunks = blocks[0].shape[:3], blocks[0].shape[3]
     unit = call.rule.unit(jnp.zeros((*rows, *first.shape[1:]), jnp.float32))
 
-    def add(map_: Map, c: Array) -> tuple[Map, None]:
+    def add(map_: Any, c: Array) -> tuple[Any, None]:
         return call.rule.extend(map_, _terms(call, _chunk(blocks, c))), None
 
-    return lax.scan(add, jax.tree.map(lambda x: _like(x, first), unit), jnp.arange(chunks))[0]
+    unit = jax.tree.map(lambda x: _like(x, first), unit)
+    return call.rule.parts(lax.scan(add, unit, jnp.arange(chunks))[0])
 
 
 def _outputs(call: LinearCall, blocks: Any, states: Array) -> tuple[Array, Array]:

@@ -17,6 +17,7 @@ from startrail_jax import masks
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.base import Pair
 from startrail_jax.blocks.softmax import merge_precisely
+from startrail_jax.linear.rules import Chunk, ChunkTerms, GatedDelta
 from startrail_jax.rings import collectives, score_units, vjp
 from startrail_jax.rings.residuals import row_gradients
 from startrail_jax.testing import assert_exact
@@ -110,3 +111,26 @@ def test_a_scheme_of_another_traffic_is_one_class(monkeypatch, mask):
     assert isinstance(Broadcast, vjp.Transport)
     monkeypatch.setattr(vjp, "_transport", lambda schedule: Broadcast)
     check(Case(degrees=st.Degrees(ring=4), mask=mask, layout="zigzag", heads="grouped"))
+
+
+class NegativeEigenvalues(GatedDelta):
+    """A beta of up to 2, with which a token may turn what the state holds round."""
+
+    name = "negative_eigenvalues"
+
+    def token(self, state: Any, key: Any, value: Any, decay: Any, beta: Any) -> Any:
+        return super().token(state, key, value, decay, 2 * beta)
+
+    def terms(self, chunk: Chunk) -> ChunkTerms:
+        return super().terms(chunk._replace(beta=2 * chunk.beta))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_rule_of_linear_attention_is_one_class(layout):
+    mesh = st.make_mesh(st.Degrees(ring=3, data=2), devices=jax.devices("cpu")[:6])
+    linear = st.LinearAttention(mesh, rule=NegativeEigenvalues(), layout=layout)
+    sizes = dict(seq_len=84, heads=4, kv_heads=2, head_dim=7, value_head_dim=5)
+    assert_exact(linear, **sizes, packed=True)
+    other = st.LinearAttention(mesh, rule="gated_delta", layout=layout)
+    with pytest.raises(AssertionError, match="leaves 'out'"):
+        assert_exact(linear, **sizes, attention_fn=other)

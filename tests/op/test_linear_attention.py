@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 import linear_oracle as oracle
 import startrail_jax as st
@@ -190,6 +192,37 @@ def test_fewer_heads_of_some_arrays(heads):
     """Also where a tensor axis splits some of them, and the others are on all its devices."""
     attention = attention_on(st.Degrees(ring=2, tensor=2), "gated_delta")
     check(attention, inputs("gated_delta", 24, heads=heads, seed=6))
+
+
+@some.composite
+def any_problem(draw):
+    """A call, its arrays and its documents, which may begin anywhere."""
+    rule, layout = draw(some.sampled_from(RULES)), draw(some.sampled_from(["contiguous", "zigzag"]))
+    kinds = [(x, y) for x in (1, 2, 3, 4, 6, 8) for y in (1, 2) if x * y <= 8]
+    (ring, tensor), data = draw(some.sampled_from(kinds)), draw(some.sampled_from([1, 2]))
+    degrees = st.Degrees(ring=ring, tensor=tensor, data=data)
+    seq_len = 2 * ring * draw(some.integers(1, 40))
+    heads = tuple(tensor * draw(some.sampled_from([1, 2, 4])) for _ in range(3))
+    dims = draw(some.integers(1, 9)), draw(some.integers(1, 9))
+    sizes = dict(heads=heads, dims=dims, seed=draw(some.integers(0, 99)), batch=2)
+    decay = draw(some.sampled_from([-6.0, -2.0, 1.0, 4.0]))
+    starts = draw(some.lists(some.integers(0, seq_len - 1), max_size=5))
+    ids = documents(seq_len, starts)
+    for row in range(2):
+        first, count = draw(some.integers(0, seq_len - 1)), draw(some.integers(0, seq_len // 2))
+        ids[row, first : first + count] = -1
+    attention = attention_on(
+        degrees, rule, layout=layout, axis_type=draw(some.sampled_from(["auto", "explicit"]))
+    )
+    arrays = inputs(rule, seq_len, **sizes, decay=decay)
+    return attention, arrays, ids if draw(some.booleans()) else None, draw(some.booleans())
+
+
+@pytest.mark.slow
+@given(any_problem())
+def test_any_problem_is_exact(problem):
+    attention, arrays, ids, has_state = problem
+    check(attention, arrays, ids, has_state=has_state)
 
 
 def test_two_key_heads_on_sixteen_devices():

@@ -74,6 +74,35 @@ def test_exact_attention_passes(name):
     assert_exact(attention_on(degrees, **options), **PROBLEM | problem)
 
 
+@pytest.mark.slow_except_every(3)
+@pytest.mark.parametrize("rule", ["gated_delta", "kda", "ssd"])
+def test_linear_attention(rule):
+    """It passes in 16 bits, and each fault fails by its name."""
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices("cpu")[:2])
+    linear = st.LinearAttention(mesh, rule=rule)
+    sizes = dict(seq_len=24, heads=2, head_dim=8)
+    assert_exact(linear, **sizes, packed=True, dtype="bfloat16")
+    ids = np.arange(24)[None] // 7
+    assert_exact(linear, **sizes, segment_ids=ids)
+
+    def without(name, *arrays, **options):
+        """Ignores an option, or spoils the gradient of an input."""
+        spoilt = {"ddecay": 3, "dbeta": 4}.get(name)
+        arrays = [x * 1.001 - 0.001 * jax.lax.stop_gradient(x) if i == spoilt else x
+                  for i, x in enumerate(arrays)]  # fmt: skip
+        return linear(*arrays, **options | ({} if spoilt else {name: None}))
+
+    for name, found in (
+        *(("ddecay", "ddecay"), ("dbeta", "dbeta"), ("segment_ids", "out")),
+        ("initial_state", "out"),
+    ):
+        fault = functools.partial(without, name)
+        with pytest.raises(AssertionError, match=f"leaves '{found}'"):
+            assert_exact(linear, **sizes, segment_ids=ids, attention_fn=fault)
+    with pytest.raises(ValueError, match="no keys of another length"):
+        assert_exact(linear, **sizes, kv_seq_len=12)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_function_of_ones_own_passes(dtype):
     assert_exact(attention_on(st.Degrees()), attention_fn=dense, dtype=dtype, **PROBLEM)
