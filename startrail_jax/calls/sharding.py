@@ -315,8 +315,11 @@ class Sharded:
                 "Add a batch dimension, x[None]."
             )
         self._check_batch(shape[0])
-        spec = self.key_spec(shape[2]) if len(shape) == 4 else self.sequence_spec
-        return self._put(self.layout.permute(x), spec)
+        return self._put(self.layout.permute(x), self._spec_of(shape))
+
+    def _spec_of(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """How `shard` shards arrays of a shape."""
+        return self.key_spec(shape[2]) if len(shape) == 4 else self.sequence_spec
 
     def _check_batch(self, batch: int) -> None:
         if batch % self.degrees.data:

@@ -44,7 +44,8 @@ class LinearAttention(Sharded):
     for each token and head, in float32, where S is a matrix [key_dim, value_dim]. Devices send each
     other states, whose size does not depend on the number of tokens, and no number of heads limits
     the number of devices: all sequence axes of the mesh are one line. An instance is frozen and
-    hashable, like `Attention`, and has its methods for shardings.
+    hashable, like `Attention`, and has its methods for shardings, where `shard` shards arrays of
+    more than two dimensions as `heads_spec`.
 
     Raises:
         ValueError: if an option does not exist or does not fit the mesh.
@@ -470,6 +471,9 @@ class LinearAttention(Sharded):
             )
         self._check_batch(shape[0])
         self.layout.check_length(shape[1])
+
+    def _spec_of(self, shape: tuple[int, ...]) -> PartitionSpec:
+        return self.heads_spec(shape[2], len(shape)) if len(shape) > 2 else self.sequence_spec
 
     @property
     def _ranks(self) -> Axis:

@@ -37,9 +37,7 @@ class LinearExplanation:
             f"{back.received_bytes:,} backward, whatever the number of tokens",
         ]
         if self.exchange_bytes is None:
-            lines.append(
-                f"  heads: {self.devices} devices do not divide them, so they cannot be split"
-            )
+            lines.append("  heads: the devices do not divide them, so they cannot be split")
         elif self.devices > 1:
             least = -(-received * sizes.tokens // self.exchange_bytes)
             lines.append(
