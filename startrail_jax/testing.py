@@ -33,10 +33,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float
 
 from startrail_jax.attention import Attention
-from startrail_jax.calls.key_masks import placed
+from startrail_jax.calls.key_masks import as_negative, placed
 from startrail_jax.errors import BalanceWarning, UnsupportedError
 from startrail_jax.linear.attention import LinearAttention
-from startrail_jax.linear.testing import StateProblem
+from startrail_jax.linear.testing import STATES, StateProblem, in_natural_order
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.shapes import EMPTY
 
@@ -506,11 +506,11 @@ def _assert_states(
     found = problem.results(attention, function)
     for name, x in found.items():
         of_tokens = attention.heads_spec(x.shape[2], x.ndim)
-        wanted = attention.state_spec if name in ("state", "dstate") else of_tokens
+        wanted = attention.state_spec if name in STATES else of_tokens
         like = NamedSharding(attention.mesh, wanted)
         if not x.sharding.is_equivalent_to(like, x.ndim):
             raise AssertionError(f"the sharding of {name} must be {like}; got {x.sharding}")
-    given, expected = problem.natural(attention, found), problem.expected(attention)
+    given, expected = in_natural_order(attention, found), problem.expected(attention)
     one = {}
     if tolerance is None and problem.inputs[0].dtype != np.float32:
         one = problem.of_one_device(attention)
@@ -535,7 +535,7 @@ def _visible(attention: Attention, inputs: _Inputs) -> Bool[Any, "B T S"]:
     seen = np.asarray(attention.resolved_mask.visible(query[None], key[None, None]))
     seen = np.broadcast_to(seen, (batch, query_len, len(key)))
     if inputs.segment_ids is not None:
-        query_ids, key_ids = inputs.segment_ids
+        query_ids, key_ids = as_negative(attention.padding_id, inputs.segment_ids)
         seen = seen & (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids[:, :, None] >= 0)
     return seen
 

@@ -22,7 +22,7 @@ from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
 from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
 from startrail_jax.linear.cost import LayerSizes, StateSizes, communication_of_states
-from startrail_jax.linear.explain import LinearExplanation, explain_states
+from startrail_jax.linear.explain import LinearExplanation
 from startrail_jax.linear.halo import begins, wide, with_tokens_before
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
@@ -229,10 +229,11 @@ class LinearAttention(Sharded):
 
     def _call(self, heads: int, key_dim: int) -> LinearCall:
         """What is static on a device, for states of so many heads over all devices."""
-        line = Line(self.rule, self._ranks, self.layout.kind == "zigzag")
+        return LinearCall(self._line, heads // self.degrees.tensor, self._scale(key_dim))
+
+    def _scale(self, key_dim: int) -> float:
         default = key_dim**-0.5 if self.rule.delta else 1.0
-        scale = default if self.scale is None else self.scale
-        return LinearCall(line, heads // self.degrees.tensor, scale)
+        return default if self.scale is None else self.scale
 
     def _tokens(self, heads: int, counts: tuple[int, ...], *given: Any) -> list[Array]:
         """Query, key, value, decay [b, t, _, 1 or k] and beta, with the heads of this device."""
@@ -303,7 +304,7 @@ class LinearAttention(Sharded):
                 key_dim=key_dim,
                 value_dim=value_dim,
             ),
-            zigzag=self.layout.kind == "zigzag",
+            zigzag=self._line.zigzag,
             packed=packed,
             initial_state=initial_state,
             return_state=return_state,
@@ -351,12 +352,12 @@ class LinearAttention(Sharded):
             tokens=seq_len // self._ranks.degree,
             key_heads=key_heads // tensor if key_heads % tensor == 0 else key_heads,
             itemsize=jnp.dtype(dtype).itemsize,
-            slices=2 if self.layout.kind == "zigzag" else 1,
+            slices=self._line.slices,
         )
         sent = self.communication(
             batch=rows, heads=heads, key_dim=key_dim, value_dim=value_dim, packed=packed
         )
-        return explain_states(self._ranks.degree, sizes, sent)
+        return LinearExplanation(devices=self._ranks.degree, sizes=sizes, communication=sent)
 
     def decode(
         self,
@@ -474,6 +475,10 @@ class LinearAttention(Sharded):
 
     def _spec_of(self, shape: tuple[int, ...]) -> PartitionSpec:
         return self.heads_spec(shape[2], len(shape)) if len(shape) > 2 else self.sequence_spec
+
+    @property
+    def _line(self) -> Line:
+        return Line(self.rule, self._ranks, self.layout.kind == "zigzag")
 
     @property
     def _ranks(self) -> Axis:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.linear.halo import pairs_along
 from startrail_jax.linear.rules import StateRule
-from startrail_jax.linear.vjp import AT_ONCE, Cut
+from startrail_jax.linear.vjp import Cut
 from startrail_jax.rings.transfers import Transfer
 from startrail_jax.traffic.cost import Communication, Traffic, placed_on_nodes
 from startrail_jax.traffic.ports import messages
@@ -61,6 +61,11 @@ class LayerSizes(StateSizes):
         return self.batch * self.tokens * (channels * self.itemsize + gates * _FLOAT32)
 
     @property
+    def output_bytes(self) -> int:
+        """Bytes of the output."""
+        return self.batch * self.tokens * self.heads * self.value_dim * self.itemsize
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of what is kept for the backward pass beside the inputs: a map for each group."""
         return self._groups * self.map_bytes
@@ -76,8 +81,7 @@ class LayerSizes(StateSizes):
     @property
     def backward_bytes(self) -> int:
         """The same for the backward pass, within 15 %: it keeps states of some chunks at a time."""
-        rows = self.batch * self.slices * self.heads
-        groups = min(self._cut.groups, max(1, AT_ONCE // rows))
+        groups = self._cut.at_once(self.batch * self.slices * self.heads)
         at_once = groups * self.slices * self._cut.chunks * self.state_bytes
         return 2 * self.input_bytes + 2 * at_once
 

@@ -18,9 +18,15 @@ class LinearExplanation:
     """Sizes on one device."""
     communication: Communication
     """What a device receives, in both passes."""
-    exchange_bytes: int | None
-    """What a device would receive in both passes if an all_to_all gave each device some of the
-    heads, with all tokens; None where the devices do not divide the heads."""
+
+    @property
+    def exchange_bytes(self) -> int | None:
+        """What a device would receive in both passes if an all_to_all gave each device some of the
+        heads, with all tokens; None where the devices do not divide the heads."""
+        sizes = self.sizes
+        if sizes.key_heads % self.devices or sizes.heads % self.devices:
+            return None
+        return 2 * (sizes.input_bytes + sizes.output_bytes) * (self.devices - 1) // self.devices
 
     @property
     def gathered_bytes(self) -> int:
@@ -52,16 +58,3 @@ class LinearExplanation:
             f"  FLOPs: {sizes.model_flops:.3g} in the recurrence forward, twice that backward",
         ]
         return "\n".join(lines)
-
-
-def explain_states(devices: int, sizes: LayerSizes, sent: Communication) -> LinearExplanation:
-    """Explains linear attention on the share of one device."""
-    splits = sizes.key_heads % devices == 0 and sizes.heads % devices == 0
-    outputs = sizes.batch * sizes.tokens * sizes.heads * sizes.value_dim * sizes.itemsize
-    exchanged = 2 * (sizes.input_bytes + outputs) * (devices - 1) // devices
-    return LinearExplanation(
-        devices=devices,
-        sizes=sizes,
-        communication=sent,
-        exchange_bytes=exchanged if splits else None,
-    )

@@ -14,11 +14,14 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.device_mesh import make_mesh
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.halo import begins, wide
 
+STATES = ("state", "dstate")
+"""The results that are states; all others are arrays of tokens."""
 _NAMES = ("out", "state", "dquery", "dkey", "dvalue", "ddecay", "dbeta", "dstate")
 
 
@@ -79,15 +82,6 @@ class StateProblem:
 
         return program(ids, (dout, dlast), *tokens, state)
 
-    def natural(
-        self, attention: LinearAttention, results: Mapping[str, Array]
-    ) -> dict[str, np.ndarray]:
-        """Results on the host, in natural order, in float64."""
-        return {
-            name: np.asarray(x if name in ("state", "dstate") else attention.unshard(x), np.float64)
-            for name, x in results.items()
-        }
-
     def expected(self, attention: LinearAttention) -> dict[str, np.ndarray]:
         """The same by the recurrence, token by token, in float64 on the CPU."""
         with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -105,7 +99,17 @@ class StateProblem:
         alone = LinearAttention(
             mesh, rule=attention.rule, scale=attention.scale, padding_id=attention.padding_id
         )
-        return self.natural(alone, self.results(alone, alone))
+        return in_natural_order(alone, self.results(alone, alone))
+
+
+def in_natural_order(
+    attention: LinearAttention, results: Mapping[str, Array]
+) -> dict[str, np.ndarray]:
+    """Results on the host, in natural order, in float64."""
+    return {
+        name: np.asarray(x if name in STATES else attention.unshard(x), np.float64)
+        for name, x in results.items()
+    }
 
 
 def _named(*results: Array) -> dict[str, Array]:
@@ -118,9 +122,9 @@ def _recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[A
     query, key, value, decay, beta = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in tokens)
     decay = decay if decay.ndim == 4 else decay[..., None]
     ids = np.zeros(query.shape[:2], np.int32) if ids is None else ids
+    ids = as_negative(attention.padding_id, ids)
     fresh = np.pad(np.asarray(begins(jnp.asarray(ids))), ((0, 0), (1, 0)))
-    default = query.shape[3] ** -0.5 if attention.rule.delta else 1.0
-    scale = default if attention.scale is None else attention.scale
+    scale = attention._scale(query.shape[3])
 
     def add(state: Array, x: Any) -> tuple[Array, Array]:
         query, key, value, decay, beta, fresh, real = x

@@ -63,6 +63,10 @@ class Cut:
         """Tokens of a slice, with those that fill it up."""
         return self.groups * self.chunks * self.tokens
 
+    def at_once(self, rows: int) -> int:
+        """Groups of a slice that the last step of the backward pass works on, of so many rows."""
+        return min(max(1, AT_ONCE // rows), self.groups)
+
     def cut(self, x: Array, slices: int) -> Array:
         """[b, t, ...] -> [b, slices, groups, chunks, tokens of a chunk, ...]."""
         rest = x.shape[2:]
@@ -188,9 +192,9 @@ def _wanted(call: LinearCall, blocks: Any, states: Array, dout: Array) -> Array:
 def _gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after: Array) -> Any:
     """The gradients of all floats, from those of the states after groups, in the form of blocks."""
     *floats, document = blocks
-    groups, steps = document.shape[2], jnp.arange(document.shape[3])
-    width = max(1, AT_ONCE // (states.shape[0] * states.shape[1] * call.heads))
-    width = min(width, groups)
+    cut = Cut(*document.shape[2:])
+    groups, steps = cut.groups, jnp.arange(cut.chunks)
+    width = cut.at_once(states.shape[0] * states.shape[1] * call.heads)
 
     def of_groups(found: Any, first: Array) -> tuple[Any, None]:
         *here, state, dstate, cotangent = (

@@ -103,6 +103,15 @@ def test_linear_attention(rule):
         assert_exact(linear, **sizes, kv_seq_len=12)
 
 
+@pytest.mark.parametrize("kind", ["attention", "linear"])
+def test_id_of_ones_own_for_padding(kind):
+    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices("cpu")[:2])
+    options = dict(causal=True) if kind == "attention" else dict(rule="ssd")
+    make = st.Attention if kind == "attention" else st.LinearAttention
+    ids = np.where(np.arange(24) % 5 == 3, 9, np.arange(24) // 7)[None]
+    assert_exact(make(mesh, padding_id=9, **options), seq_len=24, heads=2, segment_ids=ids)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_function_of_ones_own_passes(dtype):
     assert_exact(attention_on(st.Degrees()), attention_fn=dense, dtype=dtype, **PROBLEM)
