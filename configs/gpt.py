@@ -8,6 +8,7 @@ from trainer.gpt.config import (
     DataConfig,
     GPTConfig,
     GPTTrainConfig,
+    LinearConfig,
     RopeConfig,
 )
 
@@ -28,6 +29,21 @@ def gpt_tiny() -> GPTTrainConfig:
         sample_length=256,
         run_dir=Path("runs/gpt_tiny"),
     )
+
+
+def gpt_tiny_hybrid() -> GPTTrainConfig:
+    """`gpt_tiny` with linear attention in three of four layers, and as many weights.
+
+    Command: `python train.py gpt_tiny_hybrid`.
+    """
+    tiny = gpt_tiny()
+    hybrid = replace(
+        tiny.model,
+        mixers=("linear", "linear", "linear", "attention"),
+        linear=LinearConfig(key_heads=2),
+        mlp_width=348,
+    )
+    return replace(tiny, model=hybrid, run_dir=Path("runs/gpt_tiny_hybrid"))
 
 
 def gpt_3b() -> GPTTrainConfig:
@@ -135,6 +151,33 @@ def qwen3_8b_1m() -> GPTTrainConfig:
     )
 
 
+def qwen3_5_9b_1m() -> GPTTrainConfig:
+    """The sizes of Qwen3.5 9B, from its config.json, on a million tokens and eight H100 80 GB.
+
+    Three of four layers have linear attention. Command: `python train.py qwen3_5_9b_1m --init-from
+    Qwen3.5-9B --data.path FOLDER`.
+    """
+    return _million_tokens(
+        "qwen3_5_9b_1m",
+        GPTConfig(
+            vocab_size=248_320,
+            width=4096,
+            layers=32,
+            heads=16,
+            kv_heads=4,
+            head_dim=256,
+            mlp_width=12_288,
+            qk_norm=True,
+            attention_gate=True,
+            norm_offset=True,
+            mixers=("linear", "linear", "linear", "attention"),
+            linear=LinearConfig(heads=32, key_heads=16, key_dim=128),
+            rope=RopeConfig(bases=(10_000_000.0,), channels=64),
+            dtype="bfloat16",
+        ),
+    )
+
+
 def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
     """Common part of the large recipes: one sequence of 512K tokens, and settings that save memory.
 
@@ -169,6 +212,15 @@ def _million_tokens(name: str, model: GPTConfig) -> GPTTrainConfig:
     )
 
 
-_ALL = (gpt_tiny, gpt_3b, gpt_7b, llama3_8b, llama3_8b_1m, qwen3_8b_1m)
+_ALL = (
+    gpt_tiny,
+    gpt_tiny_hybrid,
+    gpt_3b,
+    gpt_7b,
+    llama3_8b,
+    llama3_8b_1m,
+    qwen3_8b_1m,
+    qwen3_5_9b_1m,
+)
 RECIPES = {recipe.__name__: recipe for recipe in _ALL}
 """The recipes by name."""

@@ -10,12 +10,13 @@ References:
     Local and global layers, soft caps, norms after a block: https://arxiv.org/abs/2408.00118 (Gemma
     2) and https://arxiv.org/abs/2503.19786 (Gemma 3)
     Sinks: gpt-oss, https://arxiv.org/abs/2508.10925
+    Layers of linear attention among those of attention: Qwen3-Next and Qwen3.5, and Olmo Hybrid
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,17 +25,16 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from models.attention import GPTAttention, Rotation
+from models.gated_delta import RULE, GatedDeltaNet, GatedDeltaSizes
 from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, MakeNorm, make_norm, projected
 from models.linear import linear, project_to_rows
-from models.periods import Kind, Stretch, kinds_of_layers, stretches
-from models.rope import Rope, rotate
-from startrail_jax.xla.ordering import compute_first
+from models.periods import LINEAR, Kind, Stretch, kinds_of_layers, stretches
+from models.rope import Rope
 
-CachedAttentionFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
-"""(query, key, value, local_window_size=, sinks=) -> (out [B T N H], kv_cache)"""
-Rotation = Float32[Array, "2 B T half"] | None
-"""Cosines and sines of a layer; None for a layer without rotary positions."""
+Mixer = GPTAttention | GatedDeltaNet
+"""What a layer mixes tokens with."""
 
 
 class GPT(nnx.Module):
@@ -60,6 +60,9 @@ class GPT(nnx.Module):
         post_norms: bool = False,
         norm_offset: bool = False,
         norm_eps: float = 1e-6,
+        attention_gate: bool = False,
+        mixers: Sequence[Literal["attention", "linear"]] = ("attention",),
+        linear_sizes: GatedDeltaSizes | None = None,
         windows: Sequence[int | None] = (None,),
         ropes: Sequence[Rope | None] | None = None,
         output_softcap: float | None = None,
@@ -67,7 +70,10 @@ class GPT(nnx.Module):
         hooks: Hooks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Builds the model with float32 weights; those of all layers are stacked, [layers, ...].
+        """Builds the model with float32 weights, stacked over layers: [layers, ...].
+
+        Those of layers with attention are in the part `blocks`, and those of layers with linear
+        attention in `linear_blocks`.
 
         Args:
             vocab_size: number of token ids.
@@ -88,10 +94,15 @@ class GPT(nnx.Module):
             post_norms: whether what attention and MLP add to the stream is normalised.
             norm_offset: whether a norm multiplies by 1 + its scale.
             norm_eps: what is added to the mean square in a norm.
+            attention_gate: whether a gate multiplies the outputs of attention.
+            mixers: "attention" or "linear" (a `GatedDeltaNet`) for each layer: layer i has entry i
+                modulo their number.
+            linear_sizes: sizes of the layers of linear attention, which `hooks` must have too.
             windows: the number of keys that a query sees in each layer, its own included; None for
-                those that `attention_fn` shows. Layer i has entry i modulo their number.
-            ropes: rotary positions of `head_dim` channels in each layer, likewise; None for a layer
-                without. None in place of all for unscaled ones.
+                those that `attention_fn` shows. They repeat likewise, and count for layers with
+                attention alone.
+            ropes: rotary positions in each layer, likewise, of `head_dim` or fewer channels; None
+                for a layer without. None in place of all for unscaled ones of `head_dim`.
             output_softcap: cap c of the logits, c * tanh(logits / c); None for none.
             dtype: type of activations and matrix products; logits are float32 in any case.
             hooks: how the model runs; None runs it as it is written.
@@ -99,7 +110,8 @@ class GPT(nnx.Module):
         """
         self.dtype = jnp.dtype(dtype)
         ropes = (Rope(head_dim=head_dim),) if ropes is None else ropes
-        self.stretches = stretches(kinds_of_layers(windows, ropes, layers))
+        kinds = kinds_of_layers(mixers, windows, ropes, layers)
+        self.stretches = stretches(kinds)
         self.embedding_scale = width**0.5 if scaled_embedding else None
         self.output_softcap = output_softcap
         self.hooks = Hooks() if hooks is None else hooks
@@ -115,22 +127,27 @@ class GPT(nnx.Module):
         out_gain = (2 * layers) ** -0.5
         norm = functools.partial(make_norm, epsilon=norm_eps, offset=norm_offset)
 
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make_blocks(rngs: nnx.Rngs) -> GPTBlock:
+        def make_mixer(part: str, rngs: nnx.Rngs) -> Mixer:
+            common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
+            if part == LINEAR:
+                assert linear_sizes is not None, "layers of linear attention have sizes"
+                own = self.hooks.linear_attention(RULE)
+                return GatedDeltaNet(linear_sizes, attention_fn=own, **common)
+            return GPTAttention(
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                attention_fn=attention_fn,
+                bias=qkv_bias,
+                make_norm=norm if qk_norm else None,
+                sinks=sinks,
+                gated=attention_gate,
+                **common,
+            )
+
+        def make_block(part: str, rngs: nnx.Rngs) -> GPTBlock:
             return GPTBlock(
-                attention=GPTAttention(
-                    width=width,
-                    heads=heads,
-                    kv_heads=kv_heads,
-                    head_dim=head_dim,
-                    attention_fn=attention_fn,
-                    out_gain=out_gain,
-                    bias=qkv_bias,
-                    make_norm=norm if qk_norm else None,
-                    sinks=sinks,
-                    dtype=dtype,
-                    rngs=rngs,
-                ),
+                attention=make_mixer(part, rngs),
                 mlp=MLP(
                     mlp, width=width, hidden=mlp_width, out_gain=out_gain, dtype=dtype, rngs=rngs
                 ),
@@ -142,7 +159,10 @@ class GPT(nnx.Module):
                 rngs=rngs,
             )
 
-        self.blocks = make_blocks(rngs.split(layers))
+        for part in self.parts:
+            count = sum(kind.part == part for kind in kinds)
+            stack = nnx.vmap(functools.partial(make_block, part), in_axes=0, out_axes=0)
+            setattr(self, part, stack(rngs.split(count)))
         self.norm = norm(width, rngs=rngs)
         self.head = (
             None
@@ -176,12 +196,12 @@ class GPT(nnx.Module):
         segment_ids: Int32[Array, "B T"] | None = None,
     ) -> Float[Array, "B T width"]:
         """What `logits` takes: the last layer's output, normalised. Arguments as in `__call__`."""
-        graph, weights = nnx.split(self.blocks)
+        graphs, weights = self._split()
 
         def run_block(
             kind: Kind, weights: Any, x: Array, rotation: Rotation, segment_ids: Array | None
         ) -> Array:
-            block = nnx.merge(graph, weights)
+            block = nnx.merge(graphs[kind.part], weights)
             return block(x, rotation, kind.window, block.attention.uncached(segment_ids))[0]
 
         layers = self._wrapped(run_block)
@@ -201,45 +221,63 @@ class GPT(nnx.Module):
         self,
         tokens: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
-        kv_cache: Any,
-        attend: CachedAttentionFn,
-    ) -> tuple[Float[Array, "B T width"], Any]:
-        """`hidden` for prefill and decode: attention keeps keys and values in a cache.
+        caches: Mapping[str, Any],
+        attend: Mapping[str, Callable[..., tuple[Array, Any]]],
+    ) -> tuple[Float[Array, "B T width"], dict[str, Any]]:
+        """`hidden` for prefill and decode: layers keep keys and values, or states, in caches.
 
         Args:
             tokens: token ids.
             positions: position of each token in its sequence.
-            kv_cache: arrays with the keys and values of all layers. The loop over layers carries
-                them, so that what `attend` writes for one layer is written in place.
-            attend: called instead of `attention_fn` as (kv_cache, layer, query, key, value) ->
-                (out, kv_cache), where `layer` is the number of the layer.
+            caches: for each part of the layers, `blocks` and `linear_blocks`, arrays with what all
+                its layers keep. The loop over layers carries them, so that what is written for one
+                layer is written in place.
+            attend: for each part, what its layers call: (cache, layer, *arrays) -> (out, cache),
+                where `layer` is the number of the layer in its part, and the arrays are those of
+                a `CachedAttentionFn` or a `CachedLinearFn`.
 
         Returns:
-            What `logits` takes, and the cache.
+            What `logits` takes, and the caches.
         """
-        graph, weights = nnx.split(self.blocks)
+        graphs, weights = self._split()
 
         def run_block(
-            kind: Kind, weights: Any, x: Array, rotation: Rotation, number: Array, kv_cache: Any
+            kind: Kind, weights: Any, x: Array, rotation: Rotation, number: Array, cache: Any
         ) -> tuple[Array, Any]:
-            block = nnx.merge(graph, weights)
-            return block(x, rotation, kind.window, functools.partial(attend, kv_cache, number))
+            block = nnx.merge(graphs[kind.part], weights)
+            own = functools.partial(attend[kind.part], cache, number)
+            return block(x, rotation, kind.window, own)
 
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
-        carry = self._embed(tokens), kv_cache
-        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
+        carry = self._embed(tokens), {part: caches[part] for part in weights}
+        numbered = {
+            part: (arrays, jnp.arange(len(jax.tree.leaves(arrays)[0])))
+            for part, arrays in weights.items()
+        }
         for stretch in self.stretches:
 
             def step(carry: Any, inputs: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
-                x, kv_cache = carry
+                x, caches = carry
                 for kind, (own, number) in stretch.each(inputs):
-                    x, kv_cache = layers[kind](own, x, rotations[kind.rope], number, kv_cache)
-                return (x, kv_cache), None
+                    cache = caches[kind.part]
+                    x, cache = layers[kind](own, x, rotations[kind.rope], number, cache)
+                    caches = {**caches, kind.part: cache}
+                return (x, caches), None
 
-            carry, _ = lax.scan(step, carry, stretch.grouped((weights, numbers)))
-        x, kv_cache = carry
-        return self.norm(x).astype(self.dtype), kv_cache
+            carry, _ = lax.scan(step, carry, stretch.grouped(numbered))
+        x, written = carry
+        return self.norm(x).astype(self.dtype), written
+
+    def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The graphs of a layer of each part, and the stacked weights."""
+        parts = {part: nnx.split(getattr(self, part)) for part in self.parts}
+        return {x: graph for x, (graph, _) in parts.items()}, {x: w for x, (_, w) in parts.items()}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts of the model that hold the weights of layers."""
+        return tuple(dict.fromkeys(kind.part for kind in self._kinds))
 
     @property
     def _kinds(self) -> tuple[Kind, ...]:
@@ -249,7 +287,7 @@ class GPT(nnx.Module):
     def _wrapped(self, run_block: Callable[..., Any]) -> dict[Kind, Callable[..., Any]]:
         """The function of a layer of each kind."""
         wrap = self.hooks.wrap_layer
-        return {kind: wrap(functools.partial(run_block, kind)) for kind in self._kinds}
+        return {kind: wrap(functools.partial(run_block, kind), kind.part) for kind in self._kinds}
 
     def _rotations(self, positions: Int32[Array, "B T"]) -> dict[Rope | None, Rotation]:
         """The rotation of each kind of layer, which is computed once for all layers."""
@@ -282,7 +320,7 @@ class GPTBlock(nnx.Module):
     def __init__(
         self,
         *,
-        attention: GPTAttention,
+        attention: Mixer,
         mlp: MLP,
         width: int,
         make_norm: MakeNorm,
@@ -305,7 +343,7 @@ class GPTBlock(nnx.Module):
         x: Float[Array, "B T width"],
         rotation: Rotation,
         window: int | None,
-        attend: CachedAttentionFn,
+        attend: Callable[..., tuple[Array, Any]],
     ) -> tuple[Float[Array, "B T width"], Any]:
         """Runs the block; returns its output and the cache that `attend` returned."""
         copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
@@ -321,85 +359,3 @@ class GPTBlock(nnx.Module):
             out = self.attention_out_norm(out).astype(self.dtype)
         x = x + out
         return x + self.hooks.tiled(feed_forward)(x), kv_cache
-
-
-class GPTAttention(nnx.Module):
-    """Projections, norms of heads, rotary positions and sinks around an attention callable."""
-
-    def __init__(
-        self,
-        *,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        attention_fn: AttentionFn,
-        out_gain: float,
-        bias: bool,
-        make_norm: MakeNorm | None,
-        sinks: bool,
-        dtype: Any,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.attention_fn = attention_fn
-        self.query = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
-        self.key = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
-        self.value = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
-        self.out = linear((heads, head_dim), width, gain=out_gain, dtype=dtype, rngs=rngs)
-
-        # No biases of `nnx.LinearGeneral`, which would look for all heads on a device that has
-        # some of them.
-        def make_bias(heads: int) -> nnx.Param | None:
-            return nnx.Param(jnp.zeros((heads, head_dim))) if bias else None
-
-        self.query_bias, self.key_bias = make_bias(heads), make_bias(kv_heads)
-        self.value_bias = make_bias(kv_heads)
-
-        self.query_norm, self.key_norm = (
-            None if make_norm is None else make_norm(head_dim, rngs=rngs) for _ in range(2)
-        )
-        self.sinks = nnx.Param(jnp.zeros(heads)) if sinks else None
-
-    def __call__(
-        self,
-        x: Float[Array, "B T width"],
-        rotation: Rotation,
-        window: int | None,
-        attend: CachedAttentionFn,
-    ) -> tuple[Float[Array, "B T width"], Any]:
-        """Attention with projections; returns its output and the cache that `attend` returned."""
-        query = _biased(projected(self.query(x)), self.query_bias)
-        query = _normalised_and_rotated(query, self.query_norm, rotation)
-        query, x = compute_first(query, x)
-        key = _biased(projected(self.key(x)), self.key_bias)
-        key = _normalised_and_rotated(key, self.key_norm, rotation)
-        # In the words of `jax.nn.dot_product_attention`; only what a layer has is asked for.
-        options: dict[str, Any] = {} if window is None else {"local_window_size": (window - 1, 0)}
-        if self.sinks is not None:
-            options["sinks"] = self.sinks[...]
-        out, kv_cache = attend(
-            query, key, _biased(projected(self.value(x)), self.value_bias), **options
-        )
-        return self.out(out), kv_cache
-
-    def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedAttentionFn:
-        """The model's attention callable, with None in the place of a cache."""
-        attention_fn = functools.partial(self.attention_fn, segment_ids=segment_ids)
-        return lambda *arrays, **options: (attention_fn(*arrays, **options), None)
-
-
-def _biased(x: Float[Array, "B T heads H"], bias: nnx.Param | None) -> Float[Array, "B T heads H"]:
-    """x + bias. The sum is in float32, so that the gradient of the bias, a long sum, is too."""
-    if bias is None:
-        return x
-    return (x.astype(jnp.float32) + bias[...][None, None]).astype(x.dtype)
-
-
-def _normalised_and_rotated(
-    x: Float[Array, "B T heads H"],
-    norm: nnx.RMSNorm | None,
-    rotation: Rotation,
-) -> Float[Array, "B T heads H"]:
-    """Queries or keys with their positions. Nothing is rounded between norm and rotation."""
-    out = x if norm is None else norm(x)
-    return (out if rotation is None else rotate(out, rotation)).astype(x.dtype)

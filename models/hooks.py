@@ -8,9 +8,18 @@ from typing import Any
 
 from jaxtyping import Array
 
+from startrail_jax.errors import InputError
 
-def _unchanged(x: Any) -> Any:
+
+def _unchanged(x: Any, part: str = "blocks") -> Any:
     return x
+
+
+def _no_linear_attention(rule: str) -> Any:
+    raise InputError(
+        "A model with layers of linear attention needs hooks with linear_attention; got none. Use "
+        "Hooks(linear_attention=lambda rule: LinearAttention(mesh, rule=rule))."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +30,10 @@ class Hooks:
     the compiler divides the work.
     """
 
-    wrap_layer: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
-    """Wraps the function of one layer, (weights, x, ...) -> x or -> (x, kv_cache): it gathers
-    sharded weights, and rematerialises."""
+    wrap_layer: Callable[..., Callable[..., Any]] = _unchanged
+    """Wraps the function of one layer, (weights, x, ...) -> x or -> (x, cache): it gathers sharded
+    weights, and rematerialises. Its second argument is the part of the model with the weights of
+    the layer; the default is `blocks`."""
     tiled: Callable[[Callable[..., Array]], Callable[..., Array]] = _unchanged
     """Wraps a function of arrays [B T ...] that treats each token by itself, so that it can run on
     a few tokens at a time."""
@@ -34,3 +44,5 @@ class Hooks:
     reduce_from_tensor: Callable[[Array], Array] = _unchanged
     """Applied to the outputs of projections whose inputs are split over tensor-parallel devices: a
     sum over the devices (g of Megatron-LM)."""
+    linear_attention: Callable[[str], Any] = _no_linear_attention
+    """(rule) -> a `startrail_jax.LinearAttention` for the layers of linear attention."""

@@ -70,10 +70,10 @@ def add_adapters(
     base_dtype: Any,
     rngs: nnx.Rngs,
 ) -> None:
-    """Puts adapters into the layers of a model, `model.blocks`, and narrows its other weights.
+    """Puts adapters into the layers of a model, and narrows its other weights.
 
     Args:
-        model: a model whose layers are stacked.
+        model: a `GPT`.
         rank: rank of the adapters.
         scale: factor of what they add.
         targets: names of the projections.
@@ -83,11 +83,13 @@ def add_adapters(
         rngs: source of the adapters.
     """
     for path, weight in list(nnx.iter_graph(model)):
-        if isinstance(weight, nnx.Param) and weight[...].ndim > 1 + ("blocks" in path):
+        stacked = not {*model.parts}.isdisjoint(path)
+        if isinstance(weight, nnx.Param) and weight[...].ndim > 1 + stacked:
             weight.set_value(weight[...].astype(base_dtype))
-    for _, module in list(nnx.iter_modules(model.blocks)):
-        for name in sorted(targets):  # The order in which they are given changes nothing.
-            base = getattr(module, name, None)
-            if isinstance(base, nnx.LinearGeneral):
-                adapted = Adapted(base, rank=rank, scale=scale, stacked=1, rngs=rngs)
-                setattr(module, name, adapted)
+    for part in model.parts:
+        for _, module in list(nnx.iter_modules(getattr(model, part))):
+            for name in sorted(targets):  # The order in which they are given changes nothing.
+                base = getattr(module, name, None)
+                if isinstance(base, nnx.LinearGeneral):
+                    adapted = Adapted(base, rank=rank, scale=scale, stacked=1, rngs=rngs)
+                    setattr(module, name, adapted)

@@ -26,10 +26,10 @@ TURNS = {"llama3": (4.0, 1.0), "yarn": (32.0, 1.0)}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Angles of the rotary embedding of heads of `head_dim` channels."""
+    """Angles of the rotary embedding of the first `head_dim` channels of heads."""
 
     head_dim: int
-    """Channels of a head, even; the pairs are (i, i + head_dim / 2)."""
+    """Channels of a head that turn, even; the pairs are (i, i + head_dim / 2)."""
     base: float = 10_000.0
     """Wavelengths range from 2 pi to about 2 pi * base tokens."""
     scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
@@ -120,7 +120,14 @@ class Rope:
 def rotate(
     x: Float[Array, "B T heads H"], rotation: Float32[Array, "2 B T half"]
 ) -> Float[Array, "B T heads H"]:
-    """Rotates the channel pairs (i, i + half) of every head by `rotation`, in float32."""
+    """Rotates the channel pairs (i, i + half) of every head by `rotation`, in float32.
+
+    Where a head has more channels than 2 * half, the others stay as they are.
+    """
+    turns = 2 * rotation.shape[-1]
+    if turns < x.shape[-1]:
+        first, rest = x[..., :turns], x[..., turns:]
+        return jnp.concatenate([rotate(first, rotation), rest], axis=-1)
     cos, sin = rotation[:, :, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -196,8 +196,9 @@ function showPlan() {
   const slowest = Math.max(...[...plan.ranked, ...Object.values(plan.baselines)].map((x) => x.seconds));
   const row = (choice, i, name) => {
     const { parts } = choice, waits = choice.exposed_seconds;
-    const split = { attention: parts.attention, products: parts.products, waits };
-    split.other = choice.seconds - parts.attention - parts.products - waits;
+    const attention = parts.attention + parts["linear attention"];
+    const split = { attention, products: parts.products, waits };
+    split.other = choice.seconds - attention - parts.products - waits;
     const bar = make("div", { className: "bar" }, ...["attention", "products", "other", "waits"].map((kind) => {
       const part = make("i", { className: kind, title: `${kind}: ${short(split[kind])}` });
       part.style.width = `${(100 * split[kind]) / slowest}%`;

@@ -21,11 +21,12 @@ from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
 from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
-from startrail_jax.linear.cost import LayerSizes, StateSizes, communication_of_states
+from startrail_jax.linear.cost import communication_of_states
 from startrail_jax.linear.explain import LinearExplanation
 from startrail_jax.linear.halo import begins, wide, with_tokens_before
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
+from startrail_jax.linear.sizes import LayerSizes, StateSizes
 from startrail_jax.linear.vjp import LinearCall, decode, linear_attention
 from startrail_jax.rings import collectives
 from startrail_jax.traffic.cost import Communication
@@ -226,6 +227,74 @@ class LinearAttention(Sharded):
         if ids is not None:  # For the gradients: what comes from padding goes nowhere.
             out = jnp.where(wide(ids >= 0, out), out, 0)
         return out, collectives.total(last, line.axis) if returns_state else None
+
+    def local(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        decay: Array | None = None,
+        beta: Array | None = None,
+        *,
+        segment_ids: Array | None = None,
+        initial_state: Array | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Computes one device's part of a call, inside a fully manual `shard_map` of the caller.
+
+        Args:
+            query, key, value, decay, beta: this device's shards, of the heads of its states.
+            segment_ids: int32 [b, t]; negative ids are padding.
+            initial_state: float32 [b, heads, key_dim, value_dim] of this device's heads.
+            return_state: as in a call.
+
+        Returns:
+            As a call, of this device's tokens and heads.
+        """
+        given = (query, key, value, decay, beta)
+        counts = tuple(0 if x is None else x.shape[2] * self.degrees.tensor for x in given)
+        ids = None if segment_ids is None else as_negative(self.padding_id, segment_ids)
+        out, last = self._on_device(max(counts), counts, return_state, *given, initial_state, ids)
+        return (out, last) if return_state else out
+
+    def decode_local(
+        self, query: Array, key: Array, value: Array, decay: Array, beta: Array, *, state: Array
+    ) -> tuple[Array, Array]:
+        """Computes one device's part of `decode`, as `local` does that of a call."""
+        heads = state.shape[1] * self.degrees.tensor
+        given = [query, key, value, decay, beta]
+        tokens = self._tokens(heads, tuple(x.shape[2] * self.degrees.tensor for x in given), *given)
+        return decode(self._call(heads, tokens[0].shape[3]), state, *tokens)
+
+    def conv_local(
+        self,
+        x: Array,
+        kernel: Array,
+        *,
+        segment_ids: Array | None = None,
+        return_last: bool = False,
+    ) -> Any:
+        """Computes one device's part of `causal_conv`, as `local` does that of a call."""
+        first = jnp.zeros((x.shape[0], kernel.shape[0] - 1, *x.shape[2:]), x.dtype)
+        if segment_ids is None:
+            segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
+        ids = jnp.asarray(as_negative(self.padding_id, segment_ids))
+        out, last = self._conv_on_device(return_last, x, kernel, ids, first)
+        return (out, last) if return_last else out
+
+    def _conv_on_device(self, returns_last: bool, *arrays: Array) -> tuple[Array, Any]:
+        """What one device computes of a convolution."""
+        x, kernel, ids, first = alike(*arrays)
+        here = x.shape[1] // self._line.slices
+        if here < first.shape[1]:
+            raise InputError(
+                "Each slice of a device must have at least width - 1 tokens; got "
+                f"{here}, width={len(kernel)}. Use fewer devices."
+            )
+        x = jnp.where(wide(ids >= 0, x), x, 0)
+        last = last_inputs(self.layout, self._ranks, x, ids, first) if returns_last else None
+        out = conv_on_device(self.layout, self._ranks, x, kernel, ids, first)
+        return jnp.where(wide(ids >= 0, out), out, 0), last
 
     def _call(self, heads: int, key_dim: int) -> LinearCall:
         """What is static on a device, for states of so many heads over all devices."""
@@ -449,11 +518,6 @@ class LinearAttention(Sharded):
         ids = self._ids(segment_ids)
         ids = jnp.zeros(x.shape[:2], jnp.int32) if ids is None else ids
         self._check_rows(x.shape[:2], ids)
-        if x.shape[1] // self.layout.multiple < first.shape[1]:
-            raise InputError(
-                "Each slice of a device must have at least width - 1 tokens; got "
-                f"{x.shape[1] // self.layout.multiple}, width={kernel.shape[0]}. Use fewer devices."
-            )
         out, last = _run_conv(self, return_last, x, kernel, ids, first)
         return (out, last) if return_last else out
 
@@ -541,19 +605,10 @@ def _run_decode(attention: LinearAttention, heads: int, *arrays: Any) -> tuple[A
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_conv(attention: LinearAttention, returns_last: bool, *arrays: Array) -> tuple[Array, Any]:
     """The convolution of whole arrays on the devices of the mesh."""
-    layout, axis = attention.layout, attention._ranks
     data, seq, *rest = attention.heads_spec(arrays[0].shape[2], arrays[0].ndim)
     spec, beside = PartitionSpec(data, seq, *rest), PartitionSpec(data, None, *rest)
-
-    def on_device(*arrays: Array) -> tuple[Array, Any]:
-        x, kernel, ids, first = alike(*arrays)
-        x = jnp.where(wide(ids >= 0, x), x, 0)
-        last = last_inputs(layout, axis, x, ids, first) if returns_last else None
-        out = conv_on_device(layout, axis, x, kernel, ids, first)
-        return jnp.where(wide(ids >= 0, out), out, 0), last
-
     return jax.shard_map(
-        on_device,
+        functools.partial(attention._conv_on_device, returns_last),
         mesh=attention.mesh,
         in_specs=(spec, PartitionSpec(None, *rest), attention.sequence_spec, beside),
         out_specs=(spec, beside if returns_last else None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from startrail_jax.linear.cost import LayerSizes
+from startrail_jax.linear.sizes import LayerSizes
 from startrail_jax.traffic.cost import Communication
 
 

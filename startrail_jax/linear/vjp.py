@@ -26,61 +26,13 @@ from jaxtyping import Array
 
 from startrail_jax.linear.rules import LEAST, Chunk, ChunkTerms, Map, StateRule
 from startrail_jax.linear.scan import Line
+from startrail_jax.linear.sizes import CHUNK, Cut
 from startrail_jax.xla.varying import alike, vary, varying_axes
 
-CHECKPOINT_NAME = "linear_states"
-"""The states before groups and the factors of their maps. With them, `jax.checkpoint` computes no
-part of linear attention again but what its backward pass does anyway."""
-
-CHUNK = 64
-"""Tokens of a chunk, at most."""
-GROUP = 32
-"""Chunks of a group, at most: the states of this many chunks are computed one after another."""
-AT_ONCE = 512
-"""Chunks that the last step of the backward pass works on at once, counted for all heads."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the tokens of a slice are cut: groups of chunks."""
-
-    groups: int
-    chunks: int
-    """Chunks of a group."""
-    tokens: int
-    """Tokens of a chunk, a power of two."""
-
-    @classmethod
-    def of(cls, tokens: int) -> Cut:
-        """That of a slice; the last group may be filled up."""
-        chunk = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
-        count = -(-tokens // chunk)
-        groups = -(-count // GROUP)
-        return cls(groups, -(-count // groups), chunk)
-
-    @property
-    def size(self) -> int:
-        """Tokens of a slice, with those that fill it up."""
-        return self.groups * self.chunks * self.tokens
-
-    def at_once(self, rows: int) -> int:
-        """Groups of a slice that the last step of the backward pass works on, of so many rows."""
-        return min(max(1, AT_ONCE // rows), self.groups)
-
-    def cut(self, x: Array, slices: int) -> Array:
-        """[b, t, ...] -> [b, slices, groups, chunks, tokens of a chunk, ...]."""
-        rest = x.shape[2:]
-        x = x.reshape(x.shape[0], slices, -1, *rest)
-        fill = self.size - x.shape[2]
-        if fill:
-            x = jnp.pad(x, [(0, 0), (0, 0), (0, fill), *[(0, 0)] * len(rest)])
-        return x.reshape(*x.shape[:2], self.groups, self.chunks, self.tokens, *rest)
-
-    def joined(self, x: Array, slices: int, tokens: int) -> Array:
-        """The inverse of `cut`, for `tokens` in all slices."""
-        rest = x.shape[5:]
-        x = x.reshape(*x.shape[:2], self.size, *rest)[:, :, : tokens // slices]
-        return x.reshape(x.shape[0], tokens, *rest)
+CHECKPOINT_NAMES = ("linear_states", "linear_out")
+"""The states before groups and the factors of their maps, and the output. With them,
+`jax.checkpoint` computes no part of linear attention again but what its backward pass does
+anyway."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +47,23 @@ class LinearCall:
     @property
     def rule(self) -> StateRule:
         return self.line.rule
+
+
+def cut_up(cut: Cut, x: Array, slices: int) -> Array:
+    """[b, t, ...] -> [b, slices, groups, chunks, tokens of a chunk, ...]."""
+    rest = x.shape[2:]
+    x = x.reshape(x.shape[0], slices, -1, *rest)
+    fill = cut.size - x.shape[2]
+    if fill:
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, fill), *[(0, 0)] * len(rest)])
+    return x.reshape(*x.shape[:2], cut.groups, cut.chunks, cut.tokens, *rest)
+
+
+def joined(cut: Cut, x: Array, slices: int, tokens: int) -> Array:
+    """The inverse of `cut_up`, for `tokens` in all slices."""
+    rest = x.shape[5:]
+    x = x.reshape(*x.shape[:2], cut.size, *rest)[:, :, : tokens // slices]
+    return x.reshape(x.shape[0], tokens, *rest)
 
 
 def linear_attention(call: LinearCall, first: Array, begins: Array, *floats: Array) -> Any:
@@ -114,9 +83,10 @@ def linear_attention(call: LinearCall, first: Array, begins: Array, *floats: Arr
     first, begins, *blocks = alike(first, begins, *floats)
     length, slices = begins.shape[1], call.line.slices
     cut = Cut.of(length // slices)
-    document = jnp.cumsum(cut.cut(begins, slices).astype(jnp.int32), -1)
-    out, last = _linear(call, first, (*(cut.cut(x, slices) for x in blocks), document))
-    return cut.joined(out, slices, length), last
+    document = jnp.cumsum(cut_up(cut, begins, slices).astype(jnp.int32), -1)
+    out, last = _linear(call, first, (*(cut_up(cut, x, slices) for x in blocks), document))
+    out = checkpoint_name(joined(cut, out, slices, length), CHECKPOINT_NAMES[1])
+    return out, last
 
 
 def decode(call: LinearCall, state: Array, *floats: Array) -> tuple[Array, Array]:
@@ -126,15 +96,15 @@ def decode(call: LinearCall, state: Array, *floats: Array) -> tuple[Array, Array
     cut = Cut(1, -(-tokens // size), size)
     fresh = jnp.zeros((floats[0].shape[0], tokens), jnp.int32)
     state, fresh, *blocks = alike(state, fresh, *floats)
-    blocks = (*(cut.cut(x, 1) for x in blocks), cut.cut(fresh, 1))
+    blocks = (*(cut_up(cut, x, 1) for x in blocks), cut_up(cut, fresh, 1))
     after, out = _outputs(call, blocks, state[:, None, None])
-    return cut.joined(out, 1, tokens), after[:, 0, 0]
+    return joined(cut, out, 1, tokens), after[:, 0, 0]
 
 
 def _forward(call: LinearCall, first: Array, blocks: Any) -> Any:
     maps = _maps(call, first, blocks)
     states, last = call.line.enter(maps, first)
-    states, factors = (checkpoint_name(x, CHECKPOINT_NAME) for x in (states, maps[0]))
+    states, factors = (checkpoint_name(x, CHECKPOINT_NAMES[0]) for x in (states, maps[0]))
     return (_outputs(call, blocks, states)[1], last), (blocks, states, factors)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers import shortest
-from startrail_jax.planner.models import DIT, MODELS, ModelSizes, is_size
+from startrail_jax.planner.models import DIT, MODELS, LinearSizes, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
 _HUGGING_FACE = {
@@ -119,6 +119,8 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             outputs=model.get("vocab_size", 256),
             mlp_matrices=2 if model.get("mlp") == "gelu" else 3,
             qk_norm=bool(model.get("qk_norm")),
+            attention_gate=bool(model.get("attention_gate")),
+            **_mixers_of_run(model, name),
             tied_head=model.get("tied_head", False),
             windows=_windows_of_run(model, name),
             lora_rank=lora.get("rank", 0),
@@ -173,6 +175,28 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
 
 def _type_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("model_type"))
+
+
+def _mixers_of_run(model: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What the layers of a run mix tokens with, and the sizes of linear attention."""
+    mixers = model.get("mixers", ("attention",))
+    known = isinstance(mixers, list | tuple) and {*mixers} <= {"attention", "linear"}
+    _require(
+        known and len(mixers) > 0, name, "model.mixers", "a list of attention and linear", mixers
+    )
+    if "linear" not in mixers[: model["layers"]]:
+        return {}
+    given = model.get("linear") or {}
+    heads, key_dim = given.get("heads") or model["heads"], given.get("key_dim") or model["head_dim"]
+    sizes = {
+        "heads": heads,
+        "key_heads": given.get("key_heads") or heads,
+        "key_dim": key_dim,
+        "value_dim": given.get("value_dim") or key_dim,
+        "conv": given.get("conv", 4),
+    }
+    _require_sizes(sizes, sizes, name, "model.linear.")
+    return {"mixers": tuple(mixers), "linear": LinearSizes(**sizes)}
 
 
 def _windows_of_run(model: Mapping[str, Any], name: str) -> tuple[int | None, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -46,3 +48,10 @@ def loops_of(kinds: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
                 stop += period
         best[first] = min(found, key=lambda x: (x[0], -x[1][0][0] * x[1][0][1]))
     return best[0][1]
+
+
+def turn_of(loops: Sequence[tuple[int, int]], mixers: Sequence[str]) -> Counter[str]:
+    """How many layers of each mixer a turn has, of the loop whose turns have most layers."""
+    starts = [0, *itertools.accumulate(period * turns for period, turns in loops)]
+    period, first = max((x[0], start) for x, start in zip(loops, starts, strict=False))
+    return Counter(mixers[first : first + period])

@@ -17,12 +17,15 @@ References:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from startrail_jax.linear.sizes import LayerSizes
+from startrail_jax.planner.layers import turn_of
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.planner.quantities import GIB
 
@@ -81,15 +84,19 @@ class StepSizes:
     """Elements of the weights that are trained, as the state holds them."""
     whole_elements: Amount
     """Elements of all weights when ZeRO has gathered them."""
-    layer_elements: Amount
-    """Elements of the weights of one layer when ZeRO has gathered them."""
+    stacked_elements: Amount
+    """Elements of the weights of all layers when ZeRO has gathered them."""
     moved_elements: Amount = 0
     """Elements of the weights of all layers, when ZeRO has gathered them, that it splits along
     another dimension than their first. A collective joins shards along the first one."""
     frozen_elements: Amount = 0
     """Elements of `whole_elements` that have no gradient."""
-    frozen_layer_elements: Amount = 0
-    """Elements of `layer_elements` that have no gradient."""
+    turn_elements: Amount
+    """Those of the layers of a turn of the loop with most layers."""
+    turn_trained: Amount
+    """Those of `turn_elements` that have gradients."""
+    rows: Amount = 1
+    """Sequences of one part of a batch."""
     in_rings: Amount = True
     """Whether the keys of some layer go round the rings."""
     sparse_keys: Amount = 0
@@ -97,10 +104,8 @@ class StepSizes:
     its window shows: those of the layer that receives most. 0 if there is no such layer."""
     has_sparse: Amount = False
     """Whether there is such a layer."""
-    period: int = 1
-    """Layers in a turn of the loop over layers, where they differ."""
-    loops: int = 1
-    """Loops that all layers make up."""
+    loops: tuple[tuple[int, int], ...]
+    """The loops over layers: see `loops_of`."""
     stacked_bytes: Amount = 0
     """Bytes of the weights of all layers, as the state holds them, frozen ones included; several
     loops need it."""
@@ -112,6 +117,11 @@ class StepSizes:
     def mlp_tile(self) -> Amount:
         """Tokens that the MLP treats at a time."""
         return self.tile if self.remat in REPEATS_MLP else self.tokens
+
+    @property
+    def turn(self) -> Mapping[str, int]:
+        """How many layers of each mixer are in a turn of the loop with most layers."""
+        return turn_of(self.loops, self.model.layer_mixers)
 
     @property
     def stream(self) -> Amount:
@@ -226,9 +236,13 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     if sizes.model.qk_norm:
         # What the norms took: the query as it was projected, and the key in float32.
         attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.model.itemsize / 2)
+    if sizes.model.linear is not None:
+        attention = np.maximum(attention, _linear_attention_bytes(sizes))
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     # XLA computes query, key, value and output of all layers of a turn before it needs them.
-    inner = inner + (sizes.period - 1) * _shard_bytes(sizes, 2, 1)
+    inner = inner + (sizes.turn["attention"] - 1) * _shard_bytes(sizes, 2, 1)
+    if sizes.turn["linear"]:
+        inner = inner + sizes.turn["linear"] * _linear_projections(sizes)
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
     if sizes.zero in (1, 2):
@@ -249,36 +263,104 @@ def _saved(sizes: StepSizes) -> Part:
         # A derivative needs float32 arrays of norms, residuals and modulations, 16-bit operands of
         # products, query, key, value and output, and six arrays of the MLP's hidden channels. Below
         # level 3 float32 copies of the weights are saved too.
-        layer = 6 * hidden
         if sizes.zero == 3:
             wide, narrow = 8, 3 if model.modulated else 1
         else:
             wide, narrow = 8 if model.modulated else 6, 3
-            layer = layer + FLOAT32 * sizes.layer_elements
+        layer = 6 * hidden + (wide * FLOAT32 // model.itemsize + narrow) * sizes.stream
+        copies = 0 if sizes.zero == 3 else FLOAT32 * sizes.stacked_elements
         # What is exchanged, or joined from parts, is saved before and after.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
-        layer = layer + (wide * FLOAT32 // model.itemsize + narrow) * sizes.stream
-        layer = layer + _shard_bytes(sizes, 1 + outs, 1)
+        of_attention = _shard_bytes(sizes, 1 + outs + 2 * model.attention_gate, 1)
         if sizes.keep_gathered:
             # In place of the shards.
-            layer += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
-        return Part(name=name, size=model.layers * layer, exact=False)
-    layer = sizes.stream
+            of_attention += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
+        # Beside its projections, linear attention has convolved and normalised ones, and float32
+        # arrays of its norms.
+        of_linear = _linear_states(sizes) + 6 * _linear_projections(sizes)
+        size = _of_layers(sizes, layer + of_attention, layer + of_linear) + copies
+        return Part(name=name, size=size, exact=False)
+    of_attention = of_linear = layer = sizes.stream
     if sizes.remat != "full":
         # With `head` > 1 the output is saved both before and after the exchange, but the host's
         # memory holds only the one before.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged & (not sizes.offload), 2, 1)
         of_head = outs * model.head_dim * model.itemsize + FLOAT32
-        layer += sizes.tokens * (model.heads // tensor) * of_head
+        of_attention = layer + sizes.tokens * (model.heads // tensor) * of_head
         if sizes.keep_gathered:
-            layer += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
+            of_attention += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
+        of_linear = layer + _linear_states(sizes)
     if sizes.remat in ("projections_saved", "products_saved"):
-        layer = layer + _shard_bytes(sizes, 1, 1) + sizes.stream
+        shards = _shard_bytes(sizes, 1 + model.attention_gate, 1)
+        of_attention = of_attention + shards + sizes.stream
+        of_linear = of_linear + _linear_projections(sizes) + sizes.stream
     if sizes.remat == "products_saved":
-        layer = layer + (model.mlp_matrices - 1) * hidden
-    return Part(name=name, size=model.layers * layer, host=sizes.offload)
+        products = (model.mlp_matrices - 1) * hidden
+        of_attention, of_linear = of_attention + products, of_linear + products
+    size = _of_layers(sizes, of_attention, of_linear)
+    return Part(name=name, size=size, host=sizes.offload)
+
+
+def _of_layers(sizes: StepSizes, of_attention: Amount, of_linear: Amount) -> Amount:
+    """The sum over all layers of what those with either mixer have."""
+    mixers = Counter(sizes.model.layer_mixers)
+    return mixers["attention"] * of_attention + mixers["linear"] * of_linear
+
+
+def _linear_projections(sizes: StepSizes) -> Amount:
+    """Bytes of query, key, value, gate, decay and beta of linear attention, as projected."""
+    linear, tensor = sizes.model.linear, sizes.degrees.tensor
+    if linear is None:
+        return 0
+    keys = 2 * np.maximum(linear.key_heads // tensor, 1) * linear.key_dim
+    others = (2 * linear.values + 2 * linear.heads) // tensor
+    return sizes.tokens * (keys + others) * sizes.model.itemsize
+
+
+def _linear_states(sizes: StepSizes) -> Amount:
+    """Bytes that linear attention keeps for its backward pass: states, maps and the output."""
+    return _of_linear(sizes, "kept_bytes") + _of_linear(sizes, "output_bytes")
+
+
+def _linear_attention_bytes(sizes: StepSizes) -> Amount:
+    """The backward pass of linear attention: what it works on, and its inputs and gradients."""
+    return _of_linear(sizes, "backward_bytes") + 6 * _linear_projections(sizes)
+
+
+class _GatedDelta:
+    """The sizes of the rule of `models.gated_delta`."""
+
+    name, by_channel, delta = "gated_delta", False, True
+
+    def factor_elements(self, key_dim: int) -> int:
+        return key_dim**2
+
+
+def _of_linear(sizes: StepSizes, name: str) -> Amount:
+    """A property of `LayerSizes`, for each setting."""
+    linear, itemsize = sizes.model.linear, sizes.model.itemsize
+    if linear is None:
+        return 0
+
+    def one(rows: int, tokens: int, tensor: int) -> int:
+        layer = LayerSizes(
+            rule=_GatedDelta(),
+            batch=int(rows),
+            heads=linear.heads // int(tensor),
+            key_heads=max(linear.key_heads // int(tensor), 1),
+            key_dim=linear.key_dim,
+            value_dim=linear.value_dim,
+            tokens=int(tokens),
+            itemsize=itemsize,
+            slices=2,  # In zigzag order, as all models of train.py that have it.
+        )
+        return getattr(layer, name)
+
+    rows = np.maximum(sizes.rows, 1)
+    found = np.vectorize(one, otypes=[np.int64])(rows, sizes.tokens // rows, sizes.degrees.tensor)
+    return found if found.ndim else int(found)
 
 
 def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
@@ -295,19 +377,19 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
             yield Part(name="weights, moved", size=moved, exact=False, phase=phase)
     else:
         # The weights of the MLP are used up when attention runs: `_mlp_bytes` has them.
-        used = model.itemsize * (sizes.layer_elements * sizes.period - mlp)
+        used = model.itemsize * (sizes.turn_elements - mlp)
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
-    if sizes.loops > 1:
+    if len(sizes.loops) > 1:
         # Each loop goes over a part of the stacked weights, which is a copy.
         copied = sizes.stacked_bytes
         if sizes.zero in (1, 2):
-            copied = model.itemsize * model.layers * sizes.layer_elements
+            copied = model.itemsize * sizes.stacked_elements
         yield Part(name="weights of layers, for each loop", size=copied, exact=False)
     # From level 2 on, the gradients of a layer are summed while the next layer computes, of which
     # those of the MLP are there when attention runs.
-    trained = sizes.layer_elements - sizes.frozen_layer_elements
-    pending = mlp * trained // sizes.layer_elements if sizes.zero >= 2 else 0
-    size = FLOAT32 * (trained * sizes.period + pending)
+    trained = sizes.turn_trained
+    pending = mlp * trained // sizes.turn_elements if sizes.zero >= 2 else 0
+    size = FLOAT32 * (trained + pending)
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
     for name, (elements, phase) in sizes.vocabularies.items():
         # At lower levels, "gradients" has them too. There, that of the head takes the place of its

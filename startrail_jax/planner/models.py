@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,74 @@ from startrail_jax.planner.quantities import LARGEST_SIZE
 
 DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
 """What all diffusion transformers of `train.py` have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSizes:
+    """Sizes of the layers of linear attention."""
+
+    heads: int
+    """Heads of values, each with a state [key_dim, value_dim]."""
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int = 4
+    """Tokens that the short convolution sees."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of query, key and value."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Channels of value, gate and output."""
+        return self.heads * self.value_dim
+
+    @property
+    def state_flops(self) -> int:
+        """FLOPs of the recurrence for each token, forward: three products with each state."""
+        return 6 * self.values * self.key_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """The layers of one kind: how many there are, and what each one needs."""
+
+    mixer: str
+    """"attention" or "linear"."""
+    count: int
+    projections: Mapping[str, tuple[int, int]]
+    """Inputs and outputs of each matrix, by which a token is multiplied."""
+    key_heads: int
+    of_keys: tuple[str, ...]
+    """The projections to key heads: whole on a device, if there are fewer than `tensor`."""
+    others: int
+    """Weights of norms, convolutions and modulations."""
+    adapters: int
+    """Weights of adapters."""
+    moved: int
+    """Elements of a token, split over `tensor`, that the kernels between the matrix products read
+    and write in a forward pass."""
+
+    @property
+    def matrices(self) -> int:
+        """Weights of the matrices."""
+        return self.weights(*self.projections)
+
+    @property
+    def elements(self) -> int:
+        """All weights but those of adapters."""
+        return self.matrices + self.others
+
+    @property
+    def mlp(self) -> int:
+        """Weights of the matrices of the MLP."""
+        return self.weights(*(x for x in ("gate", "up", "down") if x in self.projections))
+
+    def weights(self, *names: str) -> int:
+        """Weights of some projections."""
+        return sum(math.prod(self.projections[name]) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +114,12 @@ class ModelSizes:
     """Matrices of the MLP: 3 with a gate, else 2."""
     qk_norm: bool = False
     """Whether each head of queries and keys is normalised before attention."""
+    attention_gate: bool = False
+    """Whether a projection of queries also makes a gate of the output."""
+    mixers: tuple[str, ...] = ("attention",)
+    """What each layer mixes tokens with, "attention" or "linear"; the list repeats."""
+    linear: LinearSizes | None = None
+    """The layers of linear attention, if there are some."""
     outputs: int
     """Numbers for each token: size of the vocabulary, or values of a patch."""
     tied_head: bool = False
@@ -53,7 +130,8 @@ class ModelSizes:
     """Positions of a latent in a patch of a diffusion transformer: `outputs` is a multiple."""
     windows: tuple[int | None, ...] = (None,)
     """Tokens that a token of each layer attends to, itself included; None for all earlier ones. The
-    list repeats: layer i has entry i modulo their number."""
+    list repeats: layer i has entry i modulo their number. Entries count for layers with attention
+    alone."""
     seq_len: int | None = None
     """Tokens in a sequence, where the model says so."""
     batch: int = 1
@@ -92,6 +170,12 @@ class ModelSizes:
                 "--windows must be one or more whole numbers of at least 1, or `none` for layers "
                 f"without a window; got {self.windows!r} {named}. Correct it."
             )
+        mixers = {"attention"} if self.linear is None else {"attention", "linear"}
+        if {*self.layer_mixers} != mixers:
+            raise InputError(
+                "mixers must be attention, and linear where there are sizes of linear attention; "
+                f"got mixers={self.mixers}, linear={self.linear} {named}. Correct them."
+            )
         if len(self.windows) > self.layers:
             raise InputError(
                 "--windows must have no more entries than the model has layers; got "
@@ -127,35 +211,66 @@ class ModelSizes:
             )
 
     @property
+    def layer_mixers(self) -> tuple[str, ...]:
+        """What each layer mixes tokens with."""
+        return tuple(self.mixers[i % len(self.mixers)] for i in range(self.layers))
+
+    @property
+    def layer_kinds(self) -> tuple[Any, ...]:
+        """The window of each layer, None for a layer that attends to all earlier tokens; "linear"
+        for a layer of linear attention."""
+        windows = (self.windows[i % len(self.windows)] for i in range(self.layers))
+        pairs = zip(self.layer_mixers, windows, strict=True)
+        return tuple(mixer if mixer == "linear" else window for mixer, window in pairs)
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None for a layer that attends to all earlier tokens."""
-        return tuple(self.windows[i % len(self.windows)] for i in range(self.layers))
+        """The windows of the layers with attention."""
+        return tuple(kind for kind in self.layer_kinds if kind != "linear")
 
     @property
-    def layer_elements(self) -> int:
-        """Weights of a layer: projections and MLP, and norms or modulations."""
-        other = 6 * self.width**2 if self.modulated else 2 * self.width
-        return self.layer_matrices + other + 2 * self.head_dim * self.qk_norm
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers, each with its weights and products."""
+        return tuple(self._kind(*x) for x in Counter(self.layer_mixers).items())
 
-    @property
-    def layer_matrices(self) -> int:
-        """Weights of a layer that each token is multiplied with."""
-        projections = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
-        return projections + self.mlp_matrices * self.width * self.mlp_width
-
-    @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the matrices of a layer of a GPT with a gate."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "query": (self.width, queries),
-            "key": (self.width, keys),
-            "value": (self.width, keys),
-            "out": (queries, self.width),
-            "gate": (self.width, self.mlp_width),
-            "up": (self.width, self.mlp_width),
-            "down": (self.mlp_width, self.width),
-        }
+    def _kind(self, mixer: str, count: int) -> LayerKind:
+        width, mlp = self.width, self.mlp_width
+        others = 6 * width**2 if self.modulated else 2 * width
+        linear = self.linear
+        if mixer == "linear" and linear is not None:
+            keys, values = linear.key_heads * linear.key_dim, linear.values
+            projections = {
+                **{"query": (width, keys), "key": (width, keys), "value": (width, values)},
+                **{"out_gate": (width, values), "out": (values, width)},
+                **{"decay": (width, linear.heads), "beta": (width, linear.heads)},
+            }
+            others += linear.conv * linear.channels + 2 * linear.heads + linear.value_dim
+            key_heads, of_keys = linear.key_heads, ("query", "key")
+            # Joined, convolved and normalised; then the output is normalised and multiplied.
+            moved = 6 * linear.channels + 4 * values
+        else:
+            queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            projections = {
+                "query": (width, queries * (2 if self.attention_gate else 1)),
+                **{"key": (width, keys), "value": (width, keys), "out": (queries, width)},
+            }
+            others += 2 * self.head_dim * self.qk_norm
+            key_heads, of_keys = self.kv_heads, ("key", "value")
+            moved = 2 * (queries + keys) + 3 * queries * self.attention_gate
+        if self.mlp_matrices == 3:
+            projections["gate"] = (width, mlp)
+        projections |= {"up": (width, mlp), "down": (mlp, width)}
+        adapted = (projections[x] for x in self.lora_targets if x in projections)
+        return LayerKind(
+            mixer=mixer,
+            count=count,
+            projections=projections,
+            key_heads=key_heads,
+            of_keys=of_keys,
+            others=others,
+            adapters=self.lora_rank * sum(map(sum, adapted)),
+            moved=moved + self.mlp_matrices * mlp,
+        )
 
     @property
     def passes(self) -> int:
@@ -163,9 +278,14 @@ class ModelSizes:
         return 2 if self.lora_rank else 3
 
     @property
-    def layer_adapters(self) -> int:
-        """Weights of the adapters of a layer."""
-        return self.lora_rank * sum(sum(self.projections[name]) for name in self.lora_targets)
+    def matrices(self) -> int:
+        """Weights of all layers that each token is multiplied with, without adapters."""
+        return sum(kind.count * kind.matrices for kind in self.kinds)
+
+    @property
+    def adapters(self) -> int:
+        """Weights of the adapters of all layers."""
+        return sum(kind.count * kind.adapters for kind in self.kinds)
 
     @property
     def other_elements(self) -> int:
@@ -179,8 +299,8 @@ class ModelSizes:
     @property
     def elements(self) -> int:
         """All weights."""
-        layer = self.layer_elements + self.layer_adapters
-        return self.layers * layer + self.other_elements
+        layers = sum(kind.count * (kind.elements + kind.adapters) for kind in self.kinds)
+        return layers + self.other_elements
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step for each token, as `train.py` counts them for its MFU.
@@ -189,7 +309,8 @@ class ModelSizes:
         channels, T tokens, and V_l pairs of a query and a key that the mask of layer l shows. The
         backward pass has two matrix products for each one of the forward pass, so that a step
         takes 3 * forward. With adapters, the N frozen weights have no gradients, so that they take
-        4 N in place of 6 N, and each weight of an adapter takes 6.
+        4 N in place of 6 N, and each weight of an adapter takes 6. A layer of linear attention has
+        no pairs: its forward pass takes 6 K V for each head, with a state [K, V].
 
         As in PaLM, only matrix products count, and what remat recomputes does not. PaLM counts
         12 L Q H T for attention to all pairs of tokens; here only visible pairs count, under a
@@ -205,9 +326,14 @@ class ModelSizes:
         pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
         attention = 4 * self.heads * self.head_dim * pairs / seq_len
         head = (2 if self.takes_values else 1) * self.width * self.outputs
-        matrices = self.layers * self.layer_matrices + head
-        adapters = self.layers * self.layer_adapters
-        return 2.0 * (self.passes * matrices + 3 * adapters) + 3.0 * attention
+        states = self.linear_layers * self.linear.state_flops if self.linear else 0
+        products = self.passes * (self.matrices + head) + 3 * self.adapters
+        return 2.0 * products + 3.0 * (attention + states)
+
+    @property
+    def linear_layers(self) -> int:
+        """Layers of linear attention."""
+        return self.layer_mixers.count("linear")
 
     @property
     def document_cost(self) -> DocumentCost:

@@ -207,6 +207,7 @@ def describe(choice: Prediction) -> str:
 
 _WAITS = {
     "attention": "computes attention for {} more",
+    "linear attention": "computes linear attention for {} more",
     "products": "computes matrix products for {} more",
     "other kernels": "moves bytes between matrix products for {} more",
     "recomputation": "recomputes for {} more",

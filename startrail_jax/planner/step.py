@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from startrail_jax.planner.grid import Call, Settings
-from startrail_jax.planner.layers import loops_of
+from startrail_jax.planner.layers import loops_of, turn_of
 from startrail_jax.planner.links import Cost, Links
 from startrail_jax.planner.memory import (
     LAYER,
@@ -21,15 +21,22 @@ from startrail_jax.planner.memory import (
     StepSizes,
     footprint_of,
 )
+from startrail_jax.planner.models import LayerKind
 from startrail_jax.planner.timing import Timing
 
 _FLOAT32 = 4
 _ADAM_BYTES = 28
 """Bytes that AdamW reads and writes for each weight: weight, two moments and gradient."""
 _LARGEST_TILE = 2048
+_LINEAR_FORWARD_STATES, _LINEAR_STATES = 1.9, (7.1, 9.0)
+"""Bytes that linear attention moves in a forward pass, and in both passes without and with a second
+forward pass: in states [key_dim, value_dim] of each token and head, of float32. An H200 took 13.8
+and 50.8 ms for 16,384 tokens with 32 states [128, 128]."""
 
 # What adds up to the seconds of a step.
-COMPUTE = ("attention", "products", "other kernels", "recomputation", "optimizer")
+COMPUTE = (
+    *("attention", "linear attention", "products", "other kernels", "recomputation", "optimizer"),
+)
 """The parts in which kernels run."""
 EXPOSED = ("attention waits", "tensor waits", "zero waits", "offload waits")
 """The parts in which a device waits for messages."""
@@ -85,23 +92,36 @@ class Step:
         self.tokens = self.call.padded(self.settings.sequence) * self.call.batch
         self.tokens = self.tokens // self.settings.replicas
         """Tokens of a device."""
-        model, settings = self.call.model, self.settings
-        few_keys = model.kv_heads % settings.tensor != 0
-        keys = 2 * model.width * model.kv_heads * model.head_dim
-        matrices = (model.layer_matrices - keys) // settings.tensor
-        matrices = matrices + np.where(few_keys, keys, keys // settings.tensor)
-        self.layer_elements = matrices + model.layer_elements - model.layer_matrices
-        self.layer_elements = self.layer_elements + model.layer_adapters
-        """Weights of a layer on a device, when ZeRO has gathered them."""
-        self.whole_elements = model.layers * self.layer_elements + model.other_elements
-        """All weights, likewise."""
+        model = self.call.model
+        self.kinds = model.kinds
+        """The kinds of layers."""
+        self.layer_elements = [self._on_device(kind) for kind in self.kinds]
+        """Weights of a layer of each kind on a device, when ZeRO has gathered them."""
+        self.stacked_elements = self._of_layers(self.layer_elements)
+        """Those of all layers, and all weights, likewise."""
+        self.whole_elements = self.stacked_elements + model.other_elements
         self.layer_trained = self.layer_elements
         if model.lora_rank:
-            self.layer_trained = np.full_like(self.layer_elements, model.layer_adapters)
-        """Weights of a layer that have gradients, and the same outside of the layers."""
+            self.layer_trained = [np.full_like(self.tokens, kind.adapters) for kind in self.kinds]
+        """Weights of a layer of each kind that have gradients, and those outside of the layers."""
         self.other_trained = 0 if model.lora_rank else model.other_elements
-        self.trained = model.layers * self.layer_trained + self.other_trained
+        self.trained = self._of_layers(self.layer_trained) + self.other_trained
         """All weights that have gradients."""
+
+    def _on_device(self, kind: LayerKind) -> np.ndarray:
+        """Weights of a layer on a device, when ZeRO has gathered them."""
+        tensor, keys = self.settings.tensor, kind.weights(*kind.of_keys)
+        split = np.where(kind.key_heads % tensor != 0, keys, keys // tensor)
+        return (kind.matrices - keys) // tensor + split + kind.others + kind.adapters
+
+    def _of_layers(self, each: Iterable[Any]) -> Any:
+        """The sum over all layers of what a layer of each kind has."""
+        return sum(kind.count * x for kind, x in zip(self.kinds, each, strict=True))
+
+    def _of_turn(self, loops: Any, each: Iterable[Any]) -> Any:
+        """The same sum over the layers of a turn of the loop with most layers."""
+        turn = turn_of(loops, self.call.model.layer_mixers)
+        return sum(turn[kind.mixer] * x for kind, x in zip(self.kinds, each, strict=True))
 
     def take(self, row: Any) -> Step:
         """The same step in one of its settings."""
@@ -117,39 +137,56 @@ class Step:
         waits = waits + repeats * (forward.seconds - forward.compute)
         if savings.remat not in ("none", "full"):
             waits = waits + self.timing.exchanges_again_seconds[savings.offload][self._rows]
-        layer = self._products(model.layer_matrices)
-        adapters = self._products(model.layer_adapters)
+        layer = [self._products(kind.matrices) for kind in self.kinds]
+        adapters = [self._products(kind.adapters) for kind in self.kinds]
         # What is recomputed of a layer stops before the last product of the MLP.
-        matrix = model.width * model.mlp_width
-        of_mlp = (model.mlp_matrices - 1) * matrix * (savings.remat in REPEATS_MLP)
-        of_rest = model.layer_matrices - model.mlp_matrices * matrix
-        again = self._products(of_mlp + of_rest * (savings.remat in REPEATS_PROJECTIONS))
+        of_mlp = (model.mlp_matrices - 1) * model.width * model.mlp_width
+        again = [
+            self._products(
+                of_mlp * (savings.remat in REPEATS_MLP)
+                + (kind.matrices - kind.mlp) * (savings.remat in REPEATS_PROJECTIONS)
+            )
+            for kind in self.kinds
+        ]
+        products = [model.passes * x + 3 * y for x, y in zip(layer, adapters, strict=True)]
         head = model.passes * self._products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
         # inputs.
         sums = 4 + (savings.remat in REPEATS_PROJECTIONS)
         shard = self.trained / (self.settings.replicas if savings.zero else 1)
+        backs = [x + y for x, y in zip(layer, again, strict=True)]
         return {
             "attention": compute,
-            "products": layers * (model.passes * layer + 3 * adapters) + head,
+            "linear attention": self._linear(_LINEAR_STATES[0 if not repeats else 1]),
+            "products": self._of_layers(products) + head,
             "other kernels": self._between,
-            "recomputation": layers * again + repeats * forward.compute,
+            "recomputation": self._of_layers(again) + repeats * forward.compute,
             "optimizer": _ADAM_BYTES * shard / self.cluster.gpu.memory_rate,
             "attention waits": waits,
             "tensor waits": layers * sums * self._tensor_sum().seconds,
-            "zero waits": self._zero(savings.zero, layer, layer + again),
+            "zero waits": self._zero(savings.zero, layer, backs),
             "offload waits": self._offload(savings),
         }
 
-    def _zero(self, level: int, forward: np.ndarray, again: np.ndarray) -> np.ndarray:
+    def _linear(self, states: float) -> np.ndarray:
+        """Seconds of the linear attention of all layers, which moves so many states a token."""
+        model = self.call.model
+        if model.linear is None:
+            return np.zeros(len(self.settings))
+        size = _FLOAT32 * model.linear.values * model.linear.key_dim / self.settings.tensor
+        moved = model.linear_layers * self.tokens * states * size
+        return moved / self.cluster.gpu.memory_rate
+
+    def _zero(
+        self, level: int, forwards: Sequence[np.ndarray], backwards: Sequence[np.ndarray]
+    ) -> np.ndarray:
         """Seconds that a device waits for weights and sums of gradients.
 
         Args:
             level: ZeRO level.
-            forward: seconds of a layer's matrix products in the forward pass.
-            again: the same in what remat repeats.
+            forwards: for a layer of each kind, seconds of its matrix products in the forward pass.
+            backwards: those of half a backward pass, with what remat repeats.
         """
-        layers = self.call.model.layers
         if level == 0:
             return self._summed(self.trained, whole=True).seconds
         if level == 1:
@@ -157,28 +194,34 @@ class Step:
             return gather + self._summed(self.trained, whole=False).seconds
         other = self.call.model.other_elements
         hides = self.cluster.overlaps
-        gather = self._gathered(self.layer_elements).seconds
-        scatter = self._summed(self.layer_trained, whole=False).seconds
-        backward = again + forward
         outside = self._summed(self.other_trained, whole=False).seconds
-        if level == 2:
-            once = self._gathered(self.whole_elements).seconds
-            return once + outside + layers * np.maximum(scatter - hides * backward, 0)
-        there = np.maximum(gather - hides * forward, 0)
-        back = np.maximum(gather + scatter - hides * backward, 0)
-        return outside + self._gathered(other).seconds + layers * (there + back)
+        exposed = []
+        for elements, trained, there, back in zip(
+            self.layer_elements, self.layer_trained, forwards, backwards, strict=True
+        ):
+            gather = self._gathered(elements).seconds
+            scatter = self._summed(trained, whole=False).seconds
+            backward = back + there
+            if level == 2:
+                exposed.append(np.maximum(scatter - hides * backward, 0))
+                continue
+            first = np.maximum(gather - hides * there, 0)
+            exposed.append(first + np.maximum(gather + scatter - hides * backward, 0))
+        once = self._gathered(self.whole_elements if level == 2 else other).seconds
+        return outside + once + self._of_layers(exposed)
 
     def _offload(self, savings: Savings) -> np.ndarray:
         """Seconds that a device waits for the memory of the host."""
         if not savings.offload:
             return np.zeros(len(self.settings))
-        layers = self.call.model.layers
+        model, layers = self.call.model, self.call.model.layers
         saved = self.footprint(savings).host_bytes / layers
         seconds = saved / self.cluster.gpu.host_rate
-        busy = self.forward.compute / layers + self._products(self.call.model.layer_matrices)
+        mixing = self.forward.compute + self._linear(_LINEAR_FORWARD_STATES)
+        busy = mixing / layers + self._products(model.matrices / layers)
         return layers * 2 * np.maximum(seconds - busy, 0)
 
-    def _products(self, elements: int) -> np.ndarray:
+    def _products(self, elements: float) -> np.ndarray:
         """Seconds of the matrix products of all tokens with so many weights, forward."""
         flops = 2 * self.tokens * elements / self.settings.tensor
         return flops / (self.timing.speed * self.cluster.gpu.matrix_efficiency)
@@ -189,14 +232,13 @@ class Step:
 
         In the forward pass of a layer, sums and norms read and write four arrays of the width for
         attention and four for the MLP; rotary positions move query and key, and the gate its hidden
-        channels. The backward pass moves twice as much, and as much again to recompute what the
-        forward pass has not saved, or to read what it has. The loss writes float32 outputs, reads
-        them twice and writes their gradient.
+        channels; linear attention has a convolution and more norms. The backward pass moves twice
+        as much, and as much again to recompute what the forward pass has not saved, or to read what
+        it has. The loss writes float32 outputs, reads them twice and writes their gradient.
         """
         model, tensor = self.call.model, self.settings.tensor
-        heads = 2 * (model.heads + model.kv_heads) * model.head_dim
-        elements = 8 * model.width + (heads + model.mlp_matrices * model.mlp_width) / tensor
-        layers = model.layers * 4 * elements * model.itemsize
+        elements = self._of_layers(8 * model.width + kind.moved / tensor for kind in self.kinds)
+        layers = 4 * elements * model.itemsize
         moved = self.tokens * (layers + 4 * _FLOAT32 * model.outputs / tensor)
         return moved / self.cluster.gpu.memory_rate
 
@@ -224,8 +266,8 @@ class Step:
         shards = settings.replicas if savings.zero else 1
         trained = self.trained // shards
         frozen = self.whole_elements - self.trained
-        loops = loops_of(self.call.model.layer_windows)
-        stacked = model.layers * self.layer_elements // shards
+        loops = loops_of(model.layer_kinds)
+        stacked = self.stacked_elements // shards
         itemsize = model.frozen_itemsize if model.lora_rank else _FLOAT32
         return StepSizes(
             model=model,
@@ -244,15 +286,16 @@ class Step:
             batch_bytes=tokens * _batch_bytes(self.call),
             shard_elements=trained,
             whole_elements=self.whole_elements,
-            layer_elements=self.layer_elements,
+            stacked_elements=self.stacked_elements,
             moved_elements=_moved_elements(self.call, settings),
             frozen_elements=frozen,
-            frozen_layer_elements=self.layer_elements - self.layer_trained,
+            turn_elements=self._of_turn(loops, self.layer_elements),
+            turn_trained=self._of_turn(loops, self.layer_trained),
+            rows=self.call.batch // settings.data,
             in_rings=self._in_rings,
             sparse_keys=self._sparse_keys * (self.call.batch // settings.data),
             has_sparse=self._has_sparse,
-            period=max(period for period, _ in loops),
-            loops=len(loops),
+            loops=loops,
             stacked_bytes=itemsize * stacked,
             vocabularies=_vocabularies(self.call),
         )
@@ -275,9 +318,12 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
     def taken(size: int) -> np.ndarray:
         return ((tensor > 1) | (size % settings.replicas > 0)).astype(np.int64)
 
-    out = taken(model.heads) * (model.width * model.heads * model.head_dim)
+    heads = {"attention": model.heads, "linear": model.linear and model.linear.heads}
+    outs = sum(
+        kind.count * taken(heads[kind.mixer] or 1) * kind.weights("out") for kind in model.kinds
+    )
     down = taken(model.mlp_width) * (model.width * model.mlp_width)
-    return model.layers * (out + down) // tensor
+    return (outs + model.layers * down) // tensor
 
 
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:

@@ -133,7 +133,7 @@ def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
     calls = []
 
     def noted(name):
-        def wrap(x):
+        def wrap(x, *part):
             calls.append(name)
             return x
 
@@ -169,7 +169,8 @@ def test_gpt_with_a_cache_equals_the_whole_forward_pass():
     found = []
     for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, SEQ_LEN))]:
         part = tokens[:, start:stop], positions[:, start:stop]
-        hidden, cache = model.hidden_with_cache(*part, cache, attend)
+        hidden, caches = model.hidden_with_cache(*part, {"blocks": cache}, {"blocks": attend})
+        cache = caches["blocks"]
         found.append(model.logits(hidden))
     np.testing.assert_allclose(
         jnp.concatenate(found, axis=1), dense_logits(tokens, positions), atol=1e-5

@@ -1,5 +1,6 @@
 """Patterns of layers, and the loops that they become."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,10 +12,10 @@ pytestmark = pytest.mark.quick
 ROPE = Rope(head_dim=4)
 
 
-def loops(windows, layers, ropes=(ROPE,)):
+def loops(windows, layers, ropes=(ROPE,), mixers=("attention",)):
     """First layer, layers of a group, and groups, of each loop."""
-    found = stretches(kinds_of_layers(windows, ropes, layers))
-    return [(loop.first, len(loop.kinds), loop.groups) for loop in found]
+    found = stretches(kinds_of_layers(mixers, windows, ropes, layers))
+    return [(sum(loop.first.values()), len(loop.kinds), loop.groups) for loop in found]
 
 
 @pytest.mark.parametrize(
@@ -40,14 +41,29 @@ def test_layers_differ_in_their_rotary_positions_too():
     assert loops((7, None), 12, ropes=(ROPE, ROPE, None)) == [(0, 6, 2)]
 
 
+def test_linear_attention_has_neither_window_nor_rotary_positions():
+    mixers = ("linear", "linear", "linear", "attention")
+    assert loops((None,), 32, mixers=mixers) == [(0, 4, 8)]
+    assert loops((None,), 26, mixers=mixers) == [(0, 4, 6), (24, 1, 2)]
+    # Of the windows, those of the attention layers are alike.
+    assert loops((1, 2, 3, None), 32, mixers=mixers) == [(0, 4, 8)]
+
+
 def test_every_layer_gets_its_kind_and_its_own_weights():
     windows, layers = (1, 2, 2, None), 11
-    kinds = kinds_of_layers(windows, (ROPE, None), layers)
-    stacked = {"a": np.arange(layers), "b": np.arange(layers * 3).reshape(layers, 3)}
-    found = []
-    for stretch in stretches(kinds):
-        grouped = stretch.grouped(stacked)
-        for turn in range(stretch.groups):
-            group = {name: x[turn] for name, x in grouped.items()}
-            found += [(kind, x["a"], x["b"][0]) for kind, x in stretch.each(group)]
-    assert found == [(kind, i, 3 * i) for i, kind in enumerate(kinds)]
+    for mixers in (("attention",), ("linear", "attention", "attention")):
+        kinds = kinds_of_layers(mixers, windows, (ROPE, None), layers)
+        of_part = {
+            part: np.array([i for i, kind in enumerate(kinds) if kind.part == part])
+            for part in ("blocks", "linear_blocks")
+        }
+        stacked = {
+            part: {"a": i, "b": 3 * i[:, None] + np.arange(3)} for part, i in of_part.items()
+        }
+        found = []
+        for stretch in stretches(kinds):
+            grouped = stretch.grouped(stacked)
+            for turn in range(stretch.groups):
+                group = jax.tree.map(lambda x, turn=turn: x[turn], grouped)
+                found += [(kind, x["a"], x["b"][0]) for kind, x in stretch.each(group)]
+        assert found == [(kind, i, 3 * i) for i, kind in enumerate(kinds)]

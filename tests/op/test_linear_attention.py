@@ -16,8 +16,8 @@ import startrail_jax as st
 from refusals import refused
 from startrail_jax.analysis.messages import read_messages
 from startrail_jax.errors import InputError
-from startrail_jax.linear import vjp
-from startrail_jax.linear.vjp import CHUNK, GROUP, Cut
+from startrail_jax.linear import sizes
+from startrail_jax.linear.sizes import CHUNK, GROUP, Cut
 from startrail_jax.traffic.ports import messages
 
 RULES = ("gated_delta", "kda", "ssd")
@@ -136,7 +136,7 @@ def test_every_rule_is_exact(rule, degrees, layout, seq_len):
 def test_groups_are_computed_at_once(rule, layout, monkeypatch):
     """Small groups, of which the last are filled up, and of which the backward pass takes some."""
     for name, size in dict(CHUNK=4, GROUP=2, AT_ONCE=10).items():
-        monkeypatch.setattr(vjp, name, size)
+        monkeypatch.setattr(sizes, name, size)
     attention = attention_on(st.Degrees(ring=2), rule, layout=layout)
     ids = documents(76, [3, 8, 30, 38, 61])
     check(attention, inputs(rule, 76, seed=1), ids)

@@ -296,7 +296,7 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
     flags = ["--lora.rank", "8", "--lora.targets", "key", "down"]
     lora = read_import([model, *flags]).settings.lora
     assert (lora, lora.scale) == (LoraConfig(rank=8, targets=("key", "down")), 2.0)
-    with refused(InputError, "model.mlp='gelu'"):
+    with refused(InputError, "got gate, and no layer has one"):
         make_config(dict(mlp="gelu"), lora=LoraConfig(rank=1, targets=("gate",)))
     with refused(InputError, merge=True):
         export_run(tmp_path, make_config(), tmp_path / "out", merge=True)

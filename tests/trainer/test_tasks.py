@@ -88,7 +88,7 @@ def test_sizes_of_a_third_task_are_its_own(config):
     assert (sizes.causal, sizes.modulated, sizes.mlp_matrices) == (False, False, 2)
     model = objective.sizes
     weights = jax.tree.leaves(make_program(config, st.Degrees()).state_shapes.weights["blocks"])
-    assert model.layers * model.layer_matrices == sum(x.size for x in weights)
+    assert model.matrices == sum(x.size for x in weights)
     assert footprint(config, objective, st.Degrees()).device_bytes > 0
 
 

@@ -41,6 +41,9 @@ class RopeConfig:
     default is 4 and 1 for "llama3", 32 and 1 for "yarn"; no other scaling uses them."""
     attention_factor: float | None = None
     """Factor of queries and keys with "yarn". The default is 0.1 * ln(factor) + 1."""
+    channels: int | None = None
+    """Number of channels of each head that turn: the first ones, an even number. The default is all
+    of them."""
     stretches: Literal["all", "global"] = "all"
     """The layers whose angles `scaling` shrinks: all, or those without a window, as in Gemma 3.
     Without a scaling, it has no effect."""
@@ -92,6 +95,43 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """Layers of linear attention: Gated DeltaNet (https://arxiv.org/abs/2412.06464)."""
+
+    heads: int | None = None
+    """Number of heads of values, each with a state of its own. The default is `model.heads`."""
+    key_heads: int | None = None
+    """Number of heads of queries and keys, a divisor of `heads`. The default is `heads`."""
+    key_dim: int | None = None
+    """Number of channels of a head of queries and keys. The default is `model.head_dim`."""
+    value_dim: int | None = None
+    """Number of channels of a head of values. The default is `key_dim`."""
+    conv: int = 4
+    """Number of tokens that the short convolution sees, the token itself included."""
+    largest_beta: float = 1.0
+    """Largest share of an old value that a token replaces; 2 allows states that change their sign
+    (https://arxiv.org/abs/2411.12537)."""
+    norm_eps: float | None = None
+    """Number that the norm of the outputs adds to the mean square. The default is
+    `model.norm_eps`."""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "key_heads", "key_dim", "value_dim", "conv"):
+            if getattr(self, name) is not None:
+                check_minimum(f"model.linear.{name}", getattr(self, name), 1)
+        if not 0 < self.largest_beta <= 2:
+            raise InputError(
+                "model.linear.largest_beta must be above 0 and at most 2, above which states "
+                f"grow; got largest_beta={self.largest_beta}. Use 1 or 2."
+            )
+        if self.norm_eps is not None and not 0 < self.norm_eps < 1:
+            raise InputError(
+                "model.linear.norm_eps must be above 0 and below 1; got "
+                f"norm_eps={self.norm_eps}. Leave it out for the default."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Sizes of the model: the keyword arguments of `models.gpt.GPT`."""
 
@@ -135,10 +175,19 @@ class GPTConfig:
     """Whether norms multiply by 1 + their scale, as in Gemma."""
     norm_eps: float = 1e-6
     """Number that norms add to the mean square."""
+    attention_gate: bool = False
+    """Whether a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
+    Qwen3.5."""
+    mixers: tuple[Literal["attention", "linear"], ...] = ("attention",)
+    """What each layer mixes tokens with: the list repeats. `linear linear linear attention` is
+    three layers of linear attention and one of attention, repeated, as in Qwen3.5."""
+    linear: LinearConfig = field(default_factory=LinearConfig)
+    """Layers of linear attention."""
     windows: tuple[int | Literal["none"], ...] = ("none",)
     """Number of tokens that a token of each layer attends to, itself and those before it: the list
     repeats, and `none` attends to all earlier tokens. `4096` is Mistral, and `512 512 512 none` is
-    three local layers and a global layer, repeated."""
+    three local layers and a global layer, repeated. Entries for layers of linear attention have no
+    effect, and neither have those of rope.bases."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -180,19 +229,76 @@ class GPTConfig:
                 "model.windows must be one or more numbers from 1 on, or `none` for layers without "
                 f"a window; got windows={self.windows}. Leave it out for none."
             )
-        for name, given in (("windows", self.windows), ("rope.bases", self.rope.bases)):
+        patterns = {
+            "mixers": self.mixers,
+            "windows": self.windows,
+            "rope.bases": self.rope.bases,
+        }
+        for name, given in patterns.items():
             if len(given) > self.layers:
                 raise InputError(
                     f"model.{name} must have no more entries than the model has layers; got "
                     f"{name}={given}, layers={self.layers}. Leave the last ones out."
                 )
+        if not self.mixers:
+            raise InputError(
+                "model.mixers must name attention or linear for one or more layers; got none. "
+                "Leave it out for attention alone."
+            )
+        channels = self.rope.channels
+        if channels is not None and (channels % 2 or not 2 <= channels <= self.head_dim):
+            raise InputError(
+                "model.rope.channels must be even, at least 2 and at most model.head_dim; got "
+                f"channels={channels}, head_dim={self.head_dim}. Leave it out for all."
+            )
+        self._check_linear()
         stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"
-        if stretches_some and all(x is not None for x in self.layer_windows):
+        if stretches_some and all(x is not None for x in self.attention_windows):
             raise InputError(
                 "model.rope.stretches='global' needs layers without a window; got "
                 f"windows={self.windows}. Give model.windows a `none`, or use "
                 "--model.rope.stretches all."
             )
+
+    def _check_linear(self) -> None:
+        """Raises unless the options of linear attention fit each other."""
+        if "linear" not in self.mixers[: self.layers]:
+            defaults = vars(LinearConfig())
+            given = [x for x, value in vars(self.linear).items() if value != defaults[x]]
+            if given:
+                raise InputError(
+                    f"model.linear.{given[0]} needs layers of linear attention; got "
+                    f"mixers={self.mixers}. Use --model.mixers linear linear linear attention, or "
+                    "leave it out."
+                )
+            return
+        sizes = self.linear_sizes
+        if sizes["heads"] % sizes["key_heads"]:
+            raise InputError(
+                "model.linear.key_heads must divide model.linear.heads; got "
+                f"key_heads={sizes['key_heads']}, heads={sizes['heads']}. Use "
+                f"key_heads={sizes['heads']} or key_heads=1."
+            )
+
+    @property
+    def layer_mixers(self) -> tuple[str, ...]:
+        """What each layer mixes tokens with: "attention" or "linear"."""
+        return _of_layers(self.mixers, self.layers)
+
+    @property
+    def linear_sizes(self) -> dict[str, Any]:
+        """The sizes of layers of linear attention: the fields of `models.GatedDeltaSizes`."""
+        given = self.linear
+        heads, key_dim = given.heads or self.heads, given.key_dim or self.head_dim
+        return {
+            "heads": heads,
+            "key_heads": given.key_heads or heads,
+            "key_dim": key_dim,
+            "value_dim": given.value_dim or key_dim,
+            "conv": given.conv,
+            "largest_beta": given.largest_beta,
+            "norm_eps": given.norm_eps or self.norm_eps,
+        }
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -200,9 +306,20 @@ class GPTConfig:
         return _of_layers(self.windows, self.layers)
 
     @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers with attention."""
+        return self.of_attention(self.layer_windows)
+
+    def of_attention(self, entries: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those entries of a list for all layers that are for layers with attention."""
+        pairs = zip(self.layer_mixers, entries, strict=True)
+        return tuple(entry for mixer, entry in pairs if mixer == "attention")
+
+    @property
     def has_one_window(self) -> bool:
-        """Whether all layers have the same window, or none: it is then that of the attention."""
-        return len(set(self.layer_windows)) == 1
+        """Whether all layers with attention have the same window, or none: it is then that of the
+        attention."""
+        return len(set(self.attention_windows)) <= 1
 
     @property
     def layer_bases(self) -> tuple[float | None, ...]:
@@ -323,11 +440,12 @@ class LoraConfig:
     """Rank of the adapters, such as 16. By default there are none, and all weights are trained."""
     alpha: float | None = None
     """The adapters add alpha / rank times their product. The default is twice the rank."""
-    targets: tuple[Literal["query", "key", "value", "out", "gate", "up", "down"], ...] = (
-        "query",
-        "value",
-    )
-    """Projections that have adapters, in every layer: four of attention and three of the MLP."""
+    targets: tuple[
+        Literal["query", "key", "value", "out", "gate", "up", "down", "out_gate", "decay", "beta"],
+        ...,
+    ] = ("query", "value")
+    """Projections that have adapters, in every layer that has them: four of attention and of linear
+    attention, three of the MLP, and three of linear attention alone."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type in which the frozen matrices and biases of the model are kept. The default is the
     type of the activations, model.dtype, which changes no result. Norms stay float32."""
@@ -403,10 +521,14 @@ class GPTTrainConfig(TrainConfig):
                 "data.longest_document must be below seq_len, at which documents are cut anyway; "
                 f"got longest_document={longest}, seq_len={self.seq_len}. Leave it out."
             )
-        if self.lora.rank is not None and "gate" in self.lora.targets and self.model.mlp == "gelu":
+        lacking = {"gate"} if self.model.mlp == "gelu" else set()
+        if "linear" not in self.model.layer_mixers:
+            lacking |= {"out_gate", "decay", "beta"}
+        absent = [x for x in self.lora.targets if x in lacking]
+        if self.lora.rank is not None and absent:
             raise InputError(
-                "lora.targets must name projections of the model; got gate with model.mlp='gelu', "
-                "which has none. Leave gate out."
+                f"lora.targets must name projections of the model; got {absent[0]}, and no layer "
+                f"has one. Leave {absent[0]} out."
             )
 
     @property
@@ -437,12 +559,13 @@ class GPTTrainConfig(TrainConfig):
 
     @property
     def attention_of_model(self) -> dict[str, Any]:
-        alike = self.model.has_one_window
-        return attention_of(self.model) | {"window": self.layer_windows[0] if alike else None}
+        windows = set(self.model.of_attention(self.layer_windows))
+        alike = self.model.has_one_window and windows
+        return attention_of(self.model) | {"window": windows.pop() if alike else None}
 
     @property
     def attention_call(self) -> dict[str, Any]:
-        windows = Counter(self.layer_windows)
+        windows = Counter(self.model.of_attention(self.layer_windows))
         if all(window is None or window >= self.seq_len for window in windows):
             return super().attention_call
         own = {"windows": dict(windows), "exchange": self.attention.exchange}
@@ -452,9 +575,10 @@ class GPTTrainConfig(TrainConfig):
 def attention_of(model: GPTConfig) -> dict[str, Any]:
     """Options of `startrail_jax.Attention` that belong to a model."""
     scale = None if model.scale_dim is None else model.scale_dim**-0.5
+    windows = set(model.attention_windows)
     return {
         "layout": "zigzag",
-        "window": model.layer_windows[0] if model.has_one_window else None,
+        "window": windows.pop() if len(windows) == 1 else None,
         "softcap": model.softcap,
         "scale": scale,
     }

@@ -1,17 +1,18 @@
 """Generation of text: prefill, then decode, with a KV cache that is sharded as the sequence.
 
 Prefill runs the prompts through the model as sequences are in training, and keeps their keys and
-values in the cache. Each decode step runs one new token of every prompt, which attends to the cache
-(`Attention.decode`). Both run as the program of each device (`ShardedModel`), with the weights of
-training where they lie. The tokens that are drawn depend on seed, row and position, and not on the
-mesh.
+values in the cache, and the states of linear attention behind them. Each decode step runs one new
+token of every prompt, which attends to the cache (`Attention.decode`) and changes the states. Both
+run as the program of each device (`ShardedModel`), with the weights of training where they lie. The
+tokens that are drawn depend on seed, row and position, and not on the mesh.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -22,16 +23,19 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, Integer
 
+from models.gated_delta import RULE
 from models.gpt import GPT
+from models.periods import ATTENTION, LINEAR
 from startrail_jax.attention import Attention
 from startrail_jax.errors import InputError
+from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.varying import vary
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling, choose_token
-from trainer.parallel.partition import Partition
+from trainer.parallel.partition import STACKED, Partition
 from trainer.parallel.sharded_model import ShardedModel
 
 
@@ -80,10 +84,10 @@ class Generator:
         compiled = partial(jax.jit, compiler_options=compiler_options(mesh))
         self.prefill: Callable[..., Any] = compiled(self._prefill)
         """(weights, tokens [B S], positions [B S], lengths [B]) -> (next tokens [B], on every
-        device, and kv_cache). Tokens and positions are in layout order."""
+        device, and caches). Tokens and positions are in layout order."""
         self.decode: Callable[..., Any] = compiled(self._decode, donate_argnums=1)
-        """(weights, kv_cache, tokens [B], their positions [B]) -> what `prefill` returns; the new
-        cache takes the memory of the old one."""
+        """(weights, caches, tokens [B], their positions [B]) -> what `prefill` returns; the new
+        caches take the memory of the old ones."""
 
     def __call__(
         self,
@@ -122,7 +126,7 @@ class Generator:
             return
         rows = PartitionSpec(self.attention.sequence_spec[0])
         tokens, positions, lengths = self._batch(prompts, num_tokens)
-        new, kv_cache = self.prefill(weights, tokens, positions, self._place(lengths, rows))
+        new, caches = self.prefill(weights, tokens, positions, self._place(lengths, rows))
         ended = np.zeros(len(prompts), bool)
         for i in range(num_tokens):
             # The tokens are read before the next step starts: programs of simulated devices that
@@ -132,7 +136,7 @@ class Generator:
             yield tuple(None if end else int(x) for x, end in zip(chosen, ended, strict=True))
             if i + 1 < num_tokens and not ended.all():
                 at = self._place(lengths + i, rows)
-                new, kv_cache = self.decode(weights, kv_cache, new, at)
+                new, caches = self.decode(weights, caches, new, at)
             elif ended.all():
                 return
 
@@ -155,6 +159,8 @@ class Generator:
     def _num_slots(self, rows: int, num_tokens: int) -> int:
         """Slots of a cache for `num_tokens`: a number that the layout and the tiles divide."""
         layout, data = self.attention.layout, self.attention.degrees.data
+        if LINEAR in self._parts:  # A slice must hold what the convolution of the next one sees.
+            num_tokens = max(num_tokens, layout.multiple * (self._config.linear.conv - 1))
         slots = layout.padded_length(num_tokens)
         if self._tile is None or rows // data * slots // layout.degree <= self._tile:
             return slots
@@ -200,23 +206,36 @@ class Generator:
         run = self._on_each_device(self._local_prefill, spec, spec, PartitionSpec(spec[0]))
         return run(weights, tokens, positions, lengths)
 
-    def _decode(self, weights: Any, kv_cache: Any, tokens: Array, positions: Array) -> Any:
+    def _decode(self, weights: Any, caches: Any, tokens: Array, positions: Array) -> Any:
         rows = PartitionSpec(self.attention.sequence_spec[0])
-        run = self._on_each_device(self._local_decode, self._cache_spec, rows, rows)
-        return run(weights, kv_cache, tokens, positions)
+        run = self._on_each_device(self._local_decode, self._cache_specs, rows, rows)
+        return run(weights, caches, tokens, positions)
 
     def _on_each_device(self, function: Callable[..., Any], *in_specs: Any) -> Callable[..., Any]:
-        out_specs = (PartitionSpec(), self._cache_spec)
+        out_specs = (PartitionSpec(), self._cache_specs)
         return self._model.on_each_device(function, in_specs=in_specs, out_specs=out_specs)
 
     @property
-    def _cache_spec(self) -> PartitionSpec:
-        """PartitionSpec of the keys or the values of all layers, [layers, B, S, heads, head_dim].
+    def _cache_specs(self) -> dict[str, Any]:
+        """PartitionSpecs of the caches of all layers.
 
-        Where there are fewer key heads than devices along `tensor`, each device has a copy of the
-        heads it needs, and the copies count as heads.
+        Those of attention are keys and values [layers, B, S, heads, head_dim]. Where there are
+        fewer key heads than devices along `tensor`, each device has a copy of the heads it needs,
+        and the copies count as heads. Those of linear attention are states [layers, devices, B,
+        heads, key_dim, value_dim] and the inputs of convolutions before the next token, [layers,
+        devices, B, tokens, channels]: each device along the sequence has a copy.
         """
-        return PartitionSpec(None, *self.attention.query_spec(self._config.heads))
+        data, sequence = self.attention.sequence_spec
+        tensor = self.attention.query_spec(self._config.heads)[2]
+        of_keys = PartitionSpec(None, *self.attention.query_spec(self._config.heads))
+        states = PartitionSpec(None, sequence, data, tensor)
+        tails = PartitionSpec(None, sequence, data, None, tensor)
+        specs = {ATTENTION: (of_keys, of_keys), LINEAR: (states, tails)}
+        return {part: specs[part] for part in self._parts}
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return tuple(part for part in STACKED if part in self.weight_shapes)
 
     # What one device does.
 
@@ -228,31 +247,38 @@ class Generator:
         lengths: Int32[Array, " b"],
     ) -> tuple[Int32[Array, " B"], Any]:
         copies = self.attention.key_copies(self._config.kv_heads)
+        segment_ids = jnp.where(positions < lengths[:, None], 0, -1)
 
         def attend(
             kv_cache: Any, layer: Array, *arrays: Array, **options: Any
         ) -> tuple[Array, Any]:
             new = (x[:, :, ::copies] for x in arrays[1:])
-            kv_cache = tuple(
-                lax.dynamic_update_index_in_dim(slots, x, layer, 0)
-                for slots, x in zip(kv_cache, new, strict=True)
-            )
-            return self._model.attend(*arrays, **options), kv_cache
+            return self._model.attend(*arrays, **options), _written(kv_cache, new, layer)
+
+        def mix(
+            cache: Any, layer: Array, x: Array, kernel: Array, heads_of: Any, *gates: Array
+        ) -> tuple[Array, Any]:
+            linear = self._linear
+            options: dict[str, Any] = {"segment_ids": segment_ids}
+            x, tail = linear.conv_local(x, kernel, return_last=True, **options)
+            out, state = linear.local(*heads_of(x), *gates, return_state=True, **options)
+            return out, _written(cache, self._copied(state, tail), layer)
 
         model = self._model.local(weights)
-        empty = self._empty_cache(*tokens.shape)
-        hidden, kv_cache = model.hidden_with_cache(tokens, positions, empty, attend)
+        empty = self._empty_caches(*tokens.shape)
+        attends = {ATTENTION: attend, LINEAR: mix}
+        hidden, caches = model.hidden_with_cache(tokens, positions, empty, attends)
         # The last token of a row is on one device, which sends its hidden state to the others.
         last = (positions == lengths[:, None] - 1)[:, :, None]
         found = jnp.sum(jnp.where(last, hidden, 0), axis=1, keepdims=True)
         if self._sequence_axes:
             found = lax.psum(found, self._sequence_axes)
-        return self._choose(model, found, lengths), kv_cache
+        return self._choose(model, found, lengths), caches
 
     def _local_decode(
         self,
         weights: Any,
-        kv_cache: Any,
+        caches: Any,
         tokens: Int32[Array, " b"],
         positions: Int32[Array, " b"],
     ) -> tuple[Int32[Array, " B"], Any]:
@@ -276,9 +302,18 @@ class Generator:
             attention = self._model.windowed(local_window_size)
             return attention.decode_local(query, keys, values, at, sinks), kv_cache
 
+        def mix(
+            cache: Any, layer: Array, x: Array, kernel: Array, heads_of: Any, *gates: Array
+        ) -> tuple[Array, Any]:
+            state, tail = (lax.dynamic_index_in_dim(x, layer, keepdims=False)[0] for x in cache)
+            x, tail = self._linear.decode_conv(x, kernel, initial=tail)
+            out, state = self._linear.decode_local(*heads_of(x), *gates, state=state)
+            return out, _written(cache, self._copied(state, tail), layer)
+
         model = self._model.local(weights)
-        hidden, kv_cache = model.hidden_with_cache(tokens[:, None], at, kv_cache, attend)
-        return self._choose(model, hidden, positions + 1), kv_cache
+        attends = {ATTENTION: attend, LINEAR: mix}
+        hidden, caches = model.hidden_with_cache(tokens[:, None], at, caches, attends)
+        return self._choose(model, hidden, positions + 1), caches
 
     def _choose(
         self, model: GPT, hidden: Float[Array, "b 1 width"], positions: Int32[Array, " b"]
@@ -304,16 +339,50 @@ class Generator:
             whole = jnp.where(lax.axis_index(self._sequence_axes) == 0, whole, 0)
         return lax.psum(whole, replicas) if replicas else whole
 
-    def _empty_cache(self, rows: int, slots: int) -> tuple[Array, Array]:
-        """Keys and values of all layers, for this device's tokens and the key heads it needs."""
+    def _empty_caches(self, rows: int, slots: int) -> dict[str, tuple[Array, ...]]:
+        """The caches of a device: keys and values of its tokens and the key heads that it needs,
+        and states of its heads."""
         config, degrees = self._config, self.attention.degrees
         heads = config.kv_heads // degrees.tensor
         if config.kv_heads % degrees.tensor:
             heads = degrees.head // self.attention.key_copies(config.kv_heads)
-        empty = jnp.zeros((config.layers, rows, slots, heads, config.head_dim), config.dtype)
-        empty = vary(empty, *self._partition.replicas, *self._partition.tensor)
-        return empty, empty
+        layers = Counter(config.layer_mixers)
+        keys = (layers["attention"], rows, slots, heads, config.head_dim), config.dtype
+        sizes = config.linear_sizes
+        states = sizes["heads"] // degrees.tensor
+        key_heads = max(sizes["key_heads"] // degrees.tensor, 1)
+        channels = 2 * key_heads * sizes["key_dim"] + states * sizes["value_dim"]
+        shape = (layers["linear"], 1, rows)
+        of_linear = (
+            ((*shape, states, sizes["key_dim"], sizes["value_dim"]), jnp.float32),
+            ((*shape, sizes["conv"] - 1, channels), config.dtype),
+        )
+        shapes = {ATTENTION: (keys, keys), LINEAR: of_linear}
+
+        def empty(shape: tuple[int, ...], dtype: Any) -> Array:
+            return self._varying(jnp.zeros(shape, dtype))
+
+        return {part: tuple(empty(*x) for x in shapes[part]) for part in self._parts}
+
+    def _copied(self, *arrays: Array) -> list[Array]:
+        """Arrays that all devices along the sequence have, as each one's own."""
+        return [self._varying(x[None]) for x in arrays]
+
+    def _varying(self, x: Array) -> Array:
+        return vary(x, *self._partition.replicas, *self._partition.tensor)
+
+    @cached_property
+    def _linear(self) -> LinearAttention:
+        return self._model.linear(RULE)
 
     @property
     def _sequence_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis in self._partition.replicas if axis != "data")
+
+
+def _written(cache: Sequence[Array], new: Iterable[Array], layer: Array) -> tuple[Array, ...]:
+    """The arrays of all layers, with those of one layer in their place."""
+    return tuple(
+        lax.dynamic_update_index_in_dim(slots, x, layer, 0)
+        for slots, x in zip(cache, new, strict=True)
+    )

@@ -19,7 +19,7 @@ from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.gpt.pretrained.families import plain
 from trainer.gpt.pretrained.tensors import OF_LAYER
-from trainer.parallel.partition import ADAPTERS, STACKED, join_frozen, split_frozen
+from trainer.parallel.partition import ADAPTERS, join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags, settings_of
 
@@ -147,7 +147,7 @@ def peft_tensors(arrays: Mapping[str, Any], dtype: Any) -> dict[str, Shaped[np.n
     found = {}
     for path in filter(is_adapter, arrays):
         part, _, kind = path.rpartition("/")
-        name, _ = OF_LAYER[f"{part.removeprefix(f'{STACKED}/')}/{KERNEL}"]
+        name, _ = OF_LAYER[f"{part.partition('/')[2]}/{KERNEL}"]
         name, letter = name.removesuffix(".weight"), kind[-1].upper()
         for layer, matrix in enumerate(np.asarray(arrays[path])):
             tensor = _matrix(matrix, kind).T.astype(dtype)

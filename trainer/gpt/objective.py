@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from models.gated_delta import GatedDeltaSizes
 from models.gpt import GPT
 from models.hooks import Hooks
 from models.lora import add_adapters
@@ -100,21 +101,24 @@ def make_gpt(
 def model_arguments(config: GPTConfig) -> dict[str, Any]:
     """The keyword arguments of `models.gpt.GPT` for a config."""
     # What belongs to the attention callable, and what is said for each layer.
-    others = ("softcap", "scale_dim", "rope")
+    others = ("softcap", "scale_dim", "rope", "linear")
     arguments = {name: value for name, value in vars(config).items() if name not in others}
     windows = (None,) if config.has_one_window else config.layer_windows
+    if "linear" in config.layer_mixers:
+        arguments["linear_sizes"] = GatedDeltaSizes(**config.linear_sizes)
     return arguments | {"windows": windows, "ropes": _ropes(config)}
 
 
 def _ropes(config: GPTConfig) -> tuple[Rope | None, ...]:
     """The rotary positions of each layer."""
-    of_all = ("bases", "stretches")
+    of_all = ("bases", "stretches", "channels")
     scaling = {name: value for name, value in vars(config.rope).items() if name not in of_all}
 
     def rope(base: float | None, window: int | None) -> Rope | None:
         if base is None:
             return None
         stretched = config.rope.stretches == "all" or window is None
-        return Rope(head_dim=config.head_dim, base=base, **scaling if stretched else {})
+        channels = config.rope.channels or config.head_dim
+        return Rope(head_dim=channels, base=base, **scaling if stretched else {})
 
     return tuple(map(rope, config.layer_bases, config.layer_windows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax.sharding import AbstractMesh, Mesh
 
 from startrail_jax.attention import Attention
@@ -49,9 +51,26 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
     check_heads(degrees, config.model.heads, config.model.kv_heads)
     kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
     check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
+    check_linear_heads(degrees.tensor, config.model)
     if config.zero and partition.replicas and not partition.zero:
         raise InputError(
             f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
             f"zero_axes={config.zero_axes} on a mesh with {degrees}. "
             f"Use --zero-axes {' '.join(partition.replicas)}."
+        )
+
+
+def check_linear_heads(tensor: int, model: Any) -> None:
+    """Raises a ValueError unless `tensor` divides the heads of linear attention, if a model has it.
+
+    Where there are fewer key heads than devices, some devices share one.
+    """
+    if "linear" not in getattr(model, "layer_mixers", ()):
+        return
+    heads, key_heads = (model.linear_sizes[name] for name in ("heads", "key_heads"))
+    if heads % tensor or (key_heads % tensor and tensor % key_heads):
+        raise InputError(
+            "mesh.tensor must divide the heads of linear attention, and divide its key heads or "
+            f"be a multiple of them; got tensor={tensor}, heads={heads}, key_heads={key_heads}. "
+            "Change one of them."
         )

@@ -22,6 +22,8 @@ from trainer.parallel.partition import ADAPTERS, STACKED, TENSOR_DIMS, Partition
 # Reference: https://arxiv.org/abs/2502.16982
 RMS_OF_ADAMW = 0.2
 MOMENTUM = 0.95
+NOT_DECAYED = ("scale", "_bias", "sinks", "decay_rate")
+"""What the names of the weights have in them that weight decay leaves alone."""
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -173,7 +175,11 @@ def _matrix(path: tuple[Any, ...], x: Any) -> Any:
         matrices of their adapters.
     """
     *parents, layer, name = ("", *path_name(path).split("/"))
-    if STACKED not in parents or layer not in TENSOR_DIMS or name not in ("kernel", *ADAPTERS):
+    if (
+        not {*STACKED}.intersection(parents)
+        or layer not in TENSOR_DIMS
+        or name not in ("kernel", *ADAPTERS)
+    ):
         return None
     # A kernel is [layers, *inputs, *outputs], adapters [layers, *inputs, rank] and the reverse.
     dims = tuple(range(1, x.ndim))
@@ -184,5 +190,5 @@ def _matrix(path: tuple[Any, ...], x: Any) -> Any:
 
 def _decayed(weights: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not any(x in path_name(path) for x in ("scale", "_bias", "sinks")), weights
+        lambda path, _: not any(x in path_name(path) for x in NOT_DECAYED), weights
     )

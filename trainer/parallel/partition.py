@@ -31,6 +31,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from models.periods import ATTENTION, LINEAR
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary
@@ -41,12 +42,21 @@ from trainer.config import SHARDED_AXES
 TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
 # That of each bias, [heads, head_dim], and of the sinks, [heads].
 TENSOR_DIMS |= {"query_bias": 0, "key_bias": 0, "value_bias": 0, "sinks": 0}
-OF_KEY_HEADS = ("key", "value", "key_bias", "value_bias")
+# What linear attention has beside these: see `models.gated_delta`.
+TENSOR_DIMS |= {"out_gate": 1, "decay": 1, "beta": 1, "decay_rate": 0, "decay_bias": 0}
+TENSOR_DIMS |= {"query_conv": 1, "key_conv": 1, "value_conv": 1}
+# The weights of key heads, of which there may be fewer than devices along `tensor`; and the axes
+# that divide the heads of which each needs one.
+OF_KEY_HEADS = {
+    ATTENTION: (("key", "value", "key_bias", "value_bias"), ("tensor", "head")),
+    LINEAR: (("query", "key", "query_conv", "key_conv"), ("tensor",)),
+}
 # The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`.
 ADAPTERS = ("lora_a", "lora_b")
 
-# Name of the stacked weights of all layers. Their first dimension counts layers and is never split.
-STACKED = "blocks"
+# Parts of a model that are stacked weights of layers. Their first dimension counts layers and is
+# never split.
+STACKED = (ATTENTION, LINEAR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +69,10 @@ class Split:
     """Dimension that is split over the axes of ZeRO; None if none can be, or ZeRO is off."""
     vector: bool = False
     """Whether it is a vector, such as a norm's scale, which is small and used in float32."""
-    copied_heads: bool = False
-    """Whether it is replicated over `tensor` because there are fewer key heads than devices. Each
-    device takes the heads that it needs when the weight is used."""
+    copied_heads: tuple[str, ...] = ()
+    """If it is replicated over `tensor` because there are fewer key heads than devices, the axes
+    over whose devices heads are divided. Each takes the heads that it needs when the weight is
+    used."""
     shared: bool = False
     """Whether every device along `tensor` uses all of it, for its own part of a product: a matrix
     of an adapter on the side of the kernel that is not split."""
@@ -143,11 +154,13 @@ class Partition:
 
     def _split(self, path: tuple[Any, ...], x: Any) -> Split:
         names = path_name(path).split("/")
-        stacked = int(STACKED in names)
-        parts = [name for name in names if name == "kernel" or name in ADAPTERS]
-        layer = names[names.index(parts[0]) - 1] if parts else names[-1]
+        part = next((name for name in names if name in STACKED), None)
+        stacked = int(part is not None)
+        kernels = [name for name in names if name == "kernel" or name in ADAPTERS]
+        layer = names[names.index(kernels[0]) - 1] if kernels else names[-1]
         dim = TENSOR_DIMS.get(layer) if self.tensor else None
-        copied = shared = False
+        copied: tuple[str, ...] = ()
+        shared = False
         if dim is not None and names[-1] in ADAPTERS:
             # A kernel whose outputs are split makes B split, and one whose inputs are makes A.
             shared = dim != ADAPTERS.index(names[-1])
@@ -155,8 +168,10 @@ class Partition:
         if dim is not None:
             dim += stacked
             remainder = x.shape[dim] % self.mesh.shape["tensor"]
-            copied = remainder > 0 and layer in OF_KEY_HEADS
-            if remainder and not copied:
+            of_keys, axes = OF_KEY_HEADS.get(part or ATTENTION, ((), ()))
+            if remainder and layer in of_keys:
+                copied = axes
+            elif remainder:
                 raise InputError(
                     "mesh.tensor must divide heads and mlp_width; got "
                     f"tensor={self.mesh.shape['tensor']} for dimension {dim} of "
@@ -219,7 +234,7 @@ class Partition:
             return jax.tree.map(self._all_gather, weights, splits)
 
         def gather(name: str) -> Any:
-            if name != STACKED:
+            if name not in STACKED:
                 return whole(weights[name], splits[name])
             # Layer by layer: a collective makes one contiguous array, which for all layers at once
             # would be a second copy.
@@ -265,7 +280,7 @@ class Partition:
                 weight: Any = _gathered_with_slot(self, split, *parameter)
             if split.shared:
                 return vary(weight, *self.tensor)
-            return self._own_heads(weight) if split.copied_heads else weight
+            return self._own_heads(weight, split.copied_heads) if split.copied_heads else weight
 
         return jax.tree.map(whole, parameters, splits, is_leaf=lambda x: isinstance(x, Parameter))
 
@@ -309,15 +324,18 @@ class Partition:
             left = tuple(axis for axis in left if axis not in self.zero)
         return lax.psum(gradient, left) if left else gradient
 
-    def _own_heads(self, kernel: Float[Array, "*width K H"]) -> Float[Array, "*width k H"]:
-        """The key heads of this device's query heads, from a kernel or bias with all key heads.
+    def _own_heads(
+        self, kernel: Float[Array, "*width K H"], axes: tuple[str, ...]
+    ) -> Float[Array, "*width k H"]:
+        """The key heads that this device needs, from a kernel or bias with all key heads.
 
-        The query heads are split over `head` * `tensor` devices, each of which needs one key head.
-        A device takes those of all devices along `head`, which exchange them in the attention.
+        Other heads, of queries or of states, are split over the devices of `axes`, each of which
+        needs one key head. Where `head` is one of the axes, a device takes those of all devices
+        along it, which exchange them in the attention.
         """
-        head, tensor = (self.mesh.shape[axis] for axis in ("head", "tensor"))
+        head = self.mesh.shape["head"] if "head" in axes else 1
         ranks = lax.axis_index("tensor") * head + jnp.arange(head)
-        needed = ranks // (head * tensor // kernel.shape[-2])
+        needed = ranks // (head * self.mesh.shape["tensor"] // kernel.shape[-2])
         return jnp.take(vary(kernel, "tensor"), needed, axis=kernel.ndim - 2)
 
 

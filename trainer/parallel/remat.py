@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from models.layers import HIDDEN, PROJECTION
+from startrail_jax.linear import vjp
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, EXCHANGED_OUT
 
 LAYER_INPUT = "layer_input"
@@ -22,10 +23,11 @@ LAYER_INPUT = "layer_input"
 
 Remat = Literal["none", "products_saved", "projections_saved", "attention_saved", "full"]
 
+_ATTENTION = (*CHECKPOINT_NAMES, *vjp.CHECKPOINT_NAMES)
 _NAMES: dict[Remat, tuple[str, ...]] = {
-    "products_saved": (*CHECKPOINT_NAMES, PROJECTION, HIDDEN),
-    "projections_saved": (*CHECKPOINT_NAMES, PROJECTION),
-    "attention_saved": CHECKPOINT_NAMES,
+    "products_saved": (*_ATTENTION, PROJECTION, HIDDEN),
+    "projections_saved": (*_ATTENTION, PROJECTION),
+    "attention_saved": _ATTENTION,
     "full": (),
 }
 """The `checkpoint_name`s of what layers save beside their input."""
@@ -37,11 +39,11 @@ def rematerialised(
     """A layer that recomputes in its backward pass what it has not saved.
 
     With "full", a layer saves its input, [tokens, width]. With "attention_saved", it also saves the
-    output of attention, [tokens, heads * head_dim], and its log-sum-exp, so that attention is never
-    recomputed. With "projections_saved", it also saves queries, keys and values as they are
-    projected, and what attention adds to the stream; with "products_saved" the hidden channels of
-    the MLP, [tokens, mlp_width], too, so that no matrix product is recomputed. With "none", it
-    saves everything but weights that it gathers: those are always gathered again.
+    output of attention, [tokens, heads * head_dim], and its log-sum-exp, or the states of linear
+    attention, so that neither is computed again. With "projections_saved", it also saves the
+    projections before attention, and what attention adds to the stream; with "products_saved" the
+    hidden channels of the MLP, [tokens, mlp_width], too, so that no matrix product is recomputed.
+    With "none", it saves everything but weights that it gathers: those are always gathered again.
 
     Where the head degree is above 1, the output of attention exists before and after the exchange
     of heads, and both are saved. With `offload`, only the one before is, which takes half as much

@@ -16,14 +16,16 @@ from flax import nnx
 from jaxtyping import Array
 
 from models.hooks import Hooks
+from models.periods import ATTENTION
 from startrail_jax.attention import Attention
+from startrail_jax.linear.attention import LinearAttention
 from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
 from trainer.parallel.tiling import in_tiles
 
 MakeModel = Callable[[Callable[..., Array], Hooks], nnx.Module]
 """(attention_fn, hooks) -> a model with initial weights"""
 Layer = Callable[..., Any]
-"""(weights, x, ...) -> x or (x, kv_cache)"""
+"""(weights, x, ...) -> x or (x, cache)"""
 
 
 class ShardedModel:
@@ -76,6 +78,7 @@ class ShardedModel:
             tiled=partial(in_tiles, tile=self._tile, dtype=self.partition.dtype),
             copy_to_tensor=self.partition.copy_to_tensor,
             reduce_from_tensor=self.partition.reduce_from_tensor,
+            linear_attention=lambda rule: LinearOnDevice(self.linear(rule)),
         )
         return self._make_model(self.attend, hooks)
 
@@ -109,7 +112,7 @@ class ShardedModel:
         state = {}
         for name in weights:
             slots = None if gradient_slots is None else gradient_slots.get(name)
-            if name == STACKED:
+            if name in STACKED:
                 state[name] = _parameters(weights[name], slots)
             else:
                 state[name] = self.gather(name, weights[name], slots)
@@ -151,13 +154,33 @@ class ShardedModel:
             return self.attention
         return dataclasses.replace(self.attention, window=size[0] + 1)
 
-    def _wrap_layer(self, layer: Layer) -> Layer:
-        splits = self.partition.of_layer(self.splits[STACKED])
+    def linear(self, rule: str) -> LinearAttention:
+        """The linear attention of layers, on the mesh and in the layout of attention."""
+        names = ("mesh", "layout", "axis_names", "axis")
+        given = {name: getattr(self.attention, name) for name in names}
+        degrees = None if self.attention.axis is None else self.attention.degrees
+        return LinearAttention(**given, degrees=degrees, rule=rule)
+
+    def _wrap_layer(self, layer: Layer, part: str = ATTENTION) -> Layer:
+        splits = self.partition.of_layer(self.splits[part])
 
         def run(parameters: Any, x: Array, *context: Any) -> Any:
             return layer(self.partition.gather(parameters, splits), x, *context)
 
         return self._remat(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearOnDevice:
+    """The linear attention of one device's tokens: a `LinearAttentionFn`."""
+
+    attention: LinearAttention
+
+    def __call__(self, *arrays: Array, segment_ids: Array | None = None) -> Array:
+        return self.attention.local(*arrays, segment_ids=segment_ids)
+
+    def causal_conv(self, x: Array, kernel: Array, *, segment_ids: Array | None = None) -> Array:
+        return self.attention.conv_local(x, kernel, segment_ids=segment_ids)
 
 
 def _parameters(weights: Any, gradient_slots: Any) -> Any:

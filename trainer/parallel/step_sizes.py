@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.masks import Window
 from startrail_jax.planner.here import jax_share, memory_of
+from startrail_jax.planner.layers import turn_of
 from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
 from startrail_jax.planner.search import REMAT
 from startrail_jax.rings.choices import choose_exchange
@@ -112,6 +113,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     tokens = (
         rows // degrees.data * tokens_of_row // degrees.sequence // config.gradient_accumulation
     )
+    rows_of_part = rows // degrees.data // config.gradient_accumulation
     # Elements of each weight, and of each part of the model, when ZeRO has gathered them.
     splits, tensor = partition.splits(shapes.weights), partition.size(partition.tensor)
     elements = jax.tree.map(
@@ -121,13 +123,17 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         {name: sum(jax.tree.leaves(part[name])) for name in part}
         for part in (elements, split_frozen(elements)[1] or {})
     )
-    moved = jax.tree.map(
-        lambda n, split: n if (split.zero or 0) > 1 else 0, elements[STACKED], splits[STACKED]
-    )
-    layers = jax.tree.leaves(shapes.weights[STACKED])[0].shape[0]
+    stacked = (_layers(x) for x in (elements, splits))
+    moved = jax.tree.map(lambda n, split: n if (split.zero or 0) > 1 else 0, *stacked)
+    layers = {part: jax.tree.leaves(x)[0].shape[0] for part, x in _layers(shapes.weights).items()}
+    turn = turn_of(shapes.loops, shapes.parts)
+
+    def of_turn(sizes: Mapping[str, int]) -> int:
+        return sum(n * sizes.get(part, 0) // layers[part] for part, n in turn.items())
+
     # Heads and outputs are those of the arrays, whatever the task says.
     of_arrays: dict[str, Any] = dict(heads=heads, kv_heads=shapes.key[2], head_dim=head_dim)
-    of_arrays |= dict(layers=layers, outputs=shapes.outputs[-1])
+    of_arrays |= dict(layers=sum(layers.values()), outputs=shapes.outputs[-1])
     model = dataclasses.replace(objective.sizes, causal=objective.causal, **of_arrays)
     return StepSizes(
         model=model,
@@ -147,22 +153,19 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         batch_bytes=bytes_of_device(batch_shapes(objective, attention)),
         shard_elements=bytes_of_device(state.weights) // FLOAT32,
         whole_elements=sum(whole.values()),
-        layer_elements=whole[STACKED] // layers,
+        stacked_elements=sum(_layers(whole).values()),
+        turn_elements=of_turn(whole),
+        turn_trained=of_turn(whole) - of_turn(fixed),
         moved_elements=sum(jax.tree.leaves(moved)),
         frozen_elements=sum(fixed.values()),
-        frozen_layer_elements=fixed.get(STACKED, 0) // layers,
-        **_seen(attention, objective, shapes, rows // degrees.data // config.gradient_accumulation),
-        period=shapes.period,
+        rows=rows_of_part,
+        **_seen(attention, objective, shapes, rows_of_part),
         loops=shapes.loops,
-        stacked_bytes=sum(
-            bytes_of_device(part[STACKED])
-            for part in (state.weights, state.frozen or {})
-            if STACKED in part
-        ),
+        stacked_bytes=sum(bytes_of_device(_layers(x)) for x in (state.weights, state.frozen or {})),
         vocabularies={
             name: (whole[name], LOSS if name == objective.head else LAYER)
             for name in shapes.weights
-            if name != STACKED
+            if name not in STACKED
             and name not in fixed
             and _is_vocabulary(shapes.weights[name], shapes.outputs[-1])
         },
@@ -205,9 +208,10 @@ class _Shapes(NamedTuple):
     """[B T N H], as attention is called: T counts all tokens of a row, those of text included."""
     key: tuple[int, ...]
     outputs: tuple[int, ...]
-    period: int
-    """Most layers in a turn of a loop over layers."""
-    loops: int
+    loops: tuple[tuple[int, int], ...]
+    """See `loops_of`."""
+    parts: tuple[str, ...]
+    """The part of the model with the weights of each layer."""
 
 
 # A plan asks for many meshes of a run, whose batches have few shapes.
@@ -221,18 +225,41 @@ def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes
         return query
 
     def make_model() -> nnx.Module:
-        return objective.make_model(attention_fn, Hooks(), nnx.Rngs(0))
+        hooks = Hooks(linear_attention=lambda rule: _NoLinear())
+        return objective.make_model(attention_fn, hooks, nnx.Rngs(0))
 
     def outputs(batch: Any) -> Array:
         model, batch = make_model(), objective.prepare(batch, training=True)
         return objective.outputs(model, objective.hidden(model, batch))
 
     abstract = nnx.eval_shape(make_model)
+    weights = nnx.state(abstract)
+    counts = {part: jax.tree.leaves(x)[0].shape[0] for part, x in _layers(weights).items()}
     stretches = getattr(abstract, "stretches", None)
-    periods = [1] if stretches is None else [len(stretch.kinds) for stretch in stretches]
+    if stretches is None:
+        (part, count), *_ = counts.items()
+        loops, parts = ((1, count),), (part,) * count
+    else:
+        loops = tuple((len(stretch.kinds), stretch.groups) for stretch in stretches)
+        parts = tuple(kind.part for x in stretches for kind in x.kinds * x.groups)
     shape = jax.eval_shape(outputs, jax.tree.unflatten(tree, leaves)).shape
     query, key = calls[0]
-    return _Shapes(nnx.state(abstract), query, key, shape, max(periods), len(periods))
+    return _Shapes(weights, query, key, shape, loops, parts)
+
+
+def _layers(parts: Any) -> dict[str, Any]:
+    """The parts of a model that are layers."""
+    return {name: x for name, x in parts.items() if name in STACKED}
+
+
+class _NoLinear:
+    """Linear attention that gives the shapes of its outputs alone."""
+
+    def __call__(self, query: Array, key: Array, value: Array, *_: Array, **__: Any) -> Array:
+        return value
+
+    def causal_conv(self, x: Array, kernel: Array, **_: Any) -> Array:
+        return x
 
 
 def _is_vocabulary(weights: Any, outputs: int) -> bool:

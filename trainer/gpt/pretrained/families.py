@@ -21,6 +21,8 @@ OTHERS = {
     **{"mlp": "swiglu", "scaled_embedding": False, "post_norms": False, "norm_offset": False},
     **{"softcap": None, "output_softcap": None, "scale_dim": None},
 }
+HYBRID = {"attention_gate": False, "mixers": ("attention",)}
+"""Options of hybrid models, of which none is in a family here."""
 """Options of all other families."""
 OF_FAMILIES = ("sinks", "qkv_bias", "qk_norm", "windows")
 """Options by which families differ."""
@@ -93,7 +95,7 @@ def family_of(model: GPTConfig) -> str:
     """
     kind = None
     windows = {window for window in model.layer_windows if window is not None}
-    if model.sinks or len(windows) > 1:  # No family has several.
+    if model.sinks or len(windows) > 1 or _is_hybrid(model):  # No family has several.
         kind = None
     elif all(getattr(model, name) == value for name, value in GEMMA.items()):
         if model.qk_norm and not model.qkv_bias and _bases_by_window(model):
@@ -110,15 +112,21 @@ def family_of(model: GPTConfig) -> str:
         if skips or (mixed and kind in ("llama", "mistral")):
             kind = "smollm3" if kind in ("llama", "mistral") else None
     if kind is None:
-        given = {name: getattr(model, name) for name in (*OF_FAMILIES, *OTHERS)}
+        given = {name: getattr(model, name) for name in (*OF_FAMILIES, *OTHERS, *HYBRID)}
         raise UnsupportedError(
             f"A model that is exported must be one of {', '.join(FAMILIES)}; got "
             f"{', '.join(f'{name}={value!r}' for name, value in given.items())}, "
-            f"rope.bases={model.rope.bases}, rope.scaling={model.rope.scaling!r}, "
-            f"rope.stretches={model.rope.stretches!r}, which none of them has together. Train one "
+            f"rope.bases={model.rope.bases}, rope.channels={model.rope.channels}, "
+            f"rope.scaling={model.rope.scaling!r}, rope.stretches={model.rope.stretches!r}, which none of them has together. Train one "
             "of theirs."
         )
     return kind
+
+
+def _is_hybrid(model: GPTConfig) -> bool:
+    """Whether a model has something of hybrid ones."""
+    given = any(getattr(model, name) != value for name, value in HYBRID.items())
+    return given or model.rope.channels is not None
 
 
 def rotary_values(model: GPTConfig) -> dict[str, Any]:

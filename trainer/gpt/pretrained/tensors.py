@@ -126,7 +126,7 @@ def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Place]]
         of_layer |= AFTER_BLOCKS
     for path, shape in shapes.items():
         part, _, rest = path.partition("/")
-        if part == STACKED:
+        if part in STACKED:
             name, groups = of_layer[rest]
             tensors = tuple(f"model.layers.{layer}.{name}" for layer in range(shape[0]))
             yield path, Place(tensors=tensors, stacked=True, shape=shape[1:], groups=groups)

@@ -1,0 +1,118 @@
+"""The attention of a language model: projections around a callable that attends."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.layers import AttentionFn, MakeNorm, projected
+from models.linear import linear
+from models.rope import rotate
+from startrail_jax.xla.ordering import compute_first
+
+CachedAttentionFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
+"""(query, key, value, local_window_size=, sinks=) -> (out [B T N H], kv_cache)"""
+Rotation = Float32[Array, "2 B T half"] | None
+"""Cosines and sines of a layer; None for a layer without rotary positions."""
+
+
+class GPTAttention(nnx.Module):
+    """Projections, norms of heads, rotary positions, sinks and gate around an attention callable.
+
+    With a gate, the projection to queries has twice the channels: those of each head are its query
+    and then its gate, whose sigmoid multiplies the output (Qwen3-Next,
+    https://arxiv.org/abs/2505.06708).
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        attention_fn: AttentionFn,
+        out_gain: float,
+        bias: bool,
+        make_norm: MakeNorm | None,
+        sinks: bool,
+        gated: bool,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.attention_fn = attention_fn
+        self.gated = gated
+        query_dim = head_dim * (2 if gated else 1)
+        self.query = linear(width, (heads, query_dim), dtype=dtype, rngs=rngs)
+        self.key = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
+        self.value = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
+        self.out = linear((heads, head_dim), width, gain=out_gain, dtype=dtype, rngs=rngs)
+
+        # No biases of `nnx.LinearGeneral`, which would look for all heads on a device that has
+        # some of them.
+        def make_bias(heads: int, channels: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros((heads, channels))) if bias else None
+
+        self.query_bias, self.key_bias = make_bias(heads, query_dim), make_bias(kv_heads, head_dim)
+        self.value_bias = make_bias(kv_heads, head_dim)
+
+        self.query_norm, self.key_norm = (
+            None if make_norm is None else make_norm(head_dim, rngs=rngs) for _ in range(2)
+        )
+        self.sinks = nnx.Param(jnp.zeros(heads)) if sinks else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T width"],
+        rotation: Rotation,
+        window: int | None,
+        attend: CachedAttentionFn,
+    ) -> tuple[Float[Array, "B T width"], Any]:
+        """Attention with projections; returns its output and the cache that `attend` returned."""
+        query = _biased(projected(self.query(x)), self.query_bias)
+        gate = None
+        if self.gated:
+            query, gate = jnp.split(query, 2, axis=-1)
+        query = _normalised_and_rotated(query, self.query_norm, rotation)
+        query, x = compute_first(query, x)
+        key = _biased(projected(self.key(x)), self.key_bias)
+        key = _normalised_and_rotated(key, self.key_norm, rotation)
+        # In the words of `jax.nn.dot_product_attention`; only what a layer has is asked for.
+        options: dict[str, Any] = {} if window is None else {"local_window_size": (window - 1, 0)}
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...]
+        out, kv_cache = attend(
+            query, key, _biased(projected(self.value(x)), self.value_bias), **options
+        )
+        if gate is not None:
+            opened = out.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+            out = opened.astype(out.dtype)
+        return self.out(out), kv_cache
+
+    def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedAttentionFn:
+        """The model's attention callable, with None in the place of a cache."""
+        attention_fn = functools.partial(self.attention_fn, segment_ids=segment_ids)
+        return lambda *arrays, **options: (attention_fn(*arrays, **options), None)
+
+
+def _biased(x: Float[Array, "B T heads H"], bias: nnx.Param | None) -> Float[Array, "B T heads H"]:
+    """x + bias. The sum is in float32, so that the gradient of the bias, a long sum, is too."""
+    if bias is None:
+        return x
+    return (x.astype(jnp.float32) + bias[...][None, None]).astype(x.dtype)
+
+
+def _normalised_and_rotated(
+    x: Float[Array, "B T heads H"],
+    norm: nnx.RMSNorm | None,
+    rotation: Rotation,
+) -> Float[Array, "B T heads H"]:
+    """Queries or keys with their positions. Nothing is rounded between norm and rotation."""
+    out = x if norm is None else norm(x)
+    return (out if rotation is None else rotate(out, rotation)).astype(x.dtype)

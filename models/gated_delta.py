@@ -1,0 +1,154 @@
+"""Gated DeltaNet: the linear attention of hybrid models, such as Qwen3.5 and Olmo Hybrid.
+
+References:
+    Gated DeltaNet: https://arxiv.org/abs/2412.06464, figure 1 and section 3.4
+    Factors of beta up to 2: https://arxiv.org/abs/2411.12537
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.layers import projected
+from models.linear import linear
+
+RULE = "gated_delta"
+
+
+@runtime_checkable
+class LinearAttentionFn(Protocol):
+    """What a layer calls: a `startrail_jax.LinearAttention`, or anything with its methods."""
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, decay: Any, beta: Any, *, segment_ids: Any = None
+    ) -> Any:
+        """Outputs [B T heads value_dim]."""
+        ...
+
+    def causal_conv(self, x: Any, kernel: Any, *, segment_ids: Any = None) -> Any:
+        """x [B T channels], convolved."""
+        ...
+
+
+Heads = tuple[Array, Array, Array]
+"""Query and key [B T key_heads key_dim], and value [B T heads value_dim]."""
+CachedLinearFn = Callable[
+    [Array, Array, Callable[[Array], Heads], Array, Array], tuple[Float[Array, "B T N V"], Any]
+]
+"""(x, kernel, heads_of, decay, beta) -> (out, cache): x [B T channels] is convolved, `heads_of` of
+that is query, key and value, and linear attention of these is the output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaSizes:
+    """Sizes of a layer of linear attention."""
+
+    heads: int
+    """Heads of values, each of which has a state [key_dim, value_dim]."""
+    key_heads: int
+    """Heads of queries and keys, a divisor of `heads`."""
+    key_dim: int
+    value_dim: int
+    conv: int
+    """Tokens that the short convolution sees."""
+    largest_beta: float = 1.0
+    """Beta is this factor times a sigmoid; 2 allows states that change their sign."""
+    norm_eps: float = 1e-6
+    """What the norm of the outputs adds to the mean square."""
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections, short convolution, decay, and gated norm around linear attention."""
+
+    def __init__(
+        self,
+        sizes: GatedDeltaSizes,
+        *,
+        width: int,
+        attention_fn: LinearAttentionFn,
+        out_gain: float,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.sizes, self.attention_fn, self.dtype = sizes, attention_fn, jnp.dtype(dtype)
+        keys, values = (sizes.key_heads, sizes.key_dim), (sizes.heads, sizes.value_dim)
+        self.query, self.key, self.value, self.out_gate, self.decay, self.beta = (
+            linear(width, outputs, dtype=dtype, rngs=rngs)
+            for outputs in (keys, keys, values, values, sizes.heads, sizes.heads)
+        )
+        self.out = linear(values, width, gain=out_gain, dtype=dtype, rngs=rngs)
+
+        def uniform(shape: tuple[int, ...], low: float, high: float) -> Float32[Array, "..."]:
+            return jax.random.uniform(rngs.params(), shape, jnp.float32, low, high)
+
+        bound = sizes.conv**-0.5
+        self.query_conv, self.key_conv, self.value_conv = (
+            nnx.Param(uniform((sizes.conv, *heads), -bound, bound))
+            for heads in (keys, keys, values)
+        )
+        # As in the code of the paper: rates of 0 to 16 for each unit of time, which is 0.001 to
+        # 0.1 for a token at first.
+        self.decay_rate = nnx.Param(jnp.log(uniform((sizes.heads,), 0.01, 16.0)))
+        time = jnp.exp(uniform((sizes.heads,), math.log(0.001), math.log(0.1)))
+        self.decay_bias = nnx.Param(time + jnp.log(-jnp.expm1(-time)))
+        self.out_norm = nnx.RMSNorm(
+            sizes.value_dim, epsilon=sizes.norm_eps, dtype=jnp.float32, rngs=rngs
+        )
+
+    def __call__(
+        self, x: Float[Array, "B T width"], rotation: Any, window: Any, attend: CachedLinearFn
+    ) -> tuple[Float[Array, "B T width"], Any]:
+        """The layer, without rotation and window; returns its output and the cache of `attend`."""
+        inputs = [projected(project(x)) for project in (self.query, self.key, self.value)]
+        kernels = [param[...] for param in (self.query_conv, self.key_conv, self.value_conv)]
+
+        def joined(arrays: list[Array]) -> Array:
+            return jnp.concatenate([y.reshape(*y.shape[:-2], -1) for y in arrays], -1)
+
+        def heads_of(mixed: Array) -> Heads:
+            ends = [math.prod(y.shape[2:]) for y in inputs]
+            parts = jnp.split(jax.nn.silu(mixed), [ends[0], ends[0] + ends[1]], axis=-1)
+            query, key, value = (
+                part.reshape(*part.shape[:2], *y.shape[2:])
+                for part, y in zip(parts, inputs, strict=True)
+            )
+            return _normalised(query), _normalised(key), value
+
+        decay = _in_float32(projected(self.decay(x))) + self.decay_bias[...][None, None]
+        decay = -jnp.exp(self.decay_rate[...])[None, None] * jax.nn.softplus(decay)
+        beta = self.sizes.largest_beta * jax.nn.sigmoid(_in_float32(projected(self.beta(x))))
+        out, cache = attend(joined(inputs), joined(kernels), heads_of, decay, beta)
+        gate = jax.nn.silu(_in_float32(projected(self.out_gate(x))))
+        return self.out((self.out_norm(out) * gate).astype(self.dtype)), cache
+
+    def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedLinearFn:
+        """The model's linear attention, with None in the place of a cache."""
+        attention_fn = self.attention_fn
+
+        def attend(
+            x: Array, kernel: Array, heads_of: Callable[[Array], Heads], decay: Array, beta: Array
+        ) -> tuple[Array, None]:
+            mixed = attention_fn.causal_conv(x, kernel, segment_ids=segment_ids)
+            out = attention_fn(*heads_of(mixed), decay, beta, segment_ids=segment_ids)
+            return out, None
+
+        return attend
+
+
+def _normalised(x: Float[Array, "B T heads K"]) -> Float[Array, "B T heads K"]:
+    """Vectors of length 1, with the 1e-6 beneath the root that the code of the paper has."""
+    y = _in_float32(x)
+    return (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def _in_float32(x: Array) -> Array:
+    return x.astype(jnp.float32)
