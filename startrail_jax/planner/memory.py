@@ -278,7 +278,7 @@ def _saved(sizes: StepSizes) -> Part:
             of_attention += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
         # Beside its projections, linear attention has convolved and normalised ones, and float32
         # arrays of its norms.
-        of_linear = _linear_states(sizes) + 6 * _linear_projections(sizes)
+        of_linear = _linear_states(sizes) + 13 * _linear_projections(sizes)
         size = _of_layers(sizes, layer + of_attention, layer + of_linear) + copies
         return Part(name=name, size=size, exact=False)
     of_attention = of_linear = layer = sizes.stream

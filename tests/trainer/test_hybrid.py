@@ -15,10 +15,11 @@ from programs import make_program as program_of
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import LinearConfig, RopeConfig, attention_of
+from trainer.gpt.config import DataConfig, LinearConfig, LoraConfig, RopeConfig, attention_of
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling
+from trainer.parallel.step_sizes import footprint
 
 STEPS = 30
 END = 7  # Ends a document.
@@ -94,6 +95,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_mesh_gives_the_losses_of_one_device(name, initial_state, one_device):
     degrees, changes = SETTINGS[name]
@@ -145,3 +147,52 @@ def test_greedy_tokens_are_the_likeliest_of_whole_forward_passes(degrees, initia
         text = np.concatenate([prompt, new])
         assert whole_pass(weights, text)[len(prompt) - 1 : -1].tolist() == new.tolist()
     assert len(set(found.ravel().tolist())) > 4
+
+
+def saved_by_layers(jaxpr, turns):
+    """Shapes and types of what the first loop over layers gives its backward pass."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and equation.params["length"] == turns:
+            count, inner = equation.params["num_carry"], equation.params["jaxpr"].jaxpr
+            return {id(x): x.aval for x in inner.outvars[count:]}.values()
+        for value in equation.params.values():
+            for part in value if isinstance(value, list | tuple) else [value]:
+                part = getattr(part, "jaxpr", part)
+                if hasattr(part, "eqns") and (found := saved_by_layers(part, turns)):
+                    return found
+    return ()
+
+
+@pytest.mark.parametrize("degrees", [st.Degrees(ring=4), st.Degrees(group=2, team=2, tensor=2)])
+@pytest.mark.parametrize(
+    "remat", ["full", "attention_saved", "projections_saved", "products_saved"]
+)
+def test_memory_counts_what_layers_save(remat, degrees):
+    """Counted in the derivative that jax makes: arrays of tokens, and the states of groups."""
+    turns, tokens = 5, 2048
+    pattern = HYBRID | {"layers": 2 * turns, "mixers": ("linear", "attention"), "dtype": "bfloat16"}
+    pattern["linear"] = LinearConfig(heads=4, key_heads=2, key_dim=8, value_dim=12)
+    config = make_config(pattern, seq_len=tokens * degrees.sequence, remat=remat, batch_size=1)
+    config = dataclasses.replace(config, data=DataConfig(mask_documents=False))
+    program = program_of(config, degrees)
+    step = program.train_step.__wrapped__
+    jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)
+    arrays = saved_by_layers(jaxpr.jaxpr, turns)
+    kept = [x for x in arrays if tokens in x.shape or x.ndim == 6]
+    formula = footprint(config, program.objective, degrees)["saved for the backward pass"]
+    assert formula == turns * sum(x.size * x.dtype.itemsize for x in kept)
+
+
+def test_sizes_of_the_planner_are_those_of_the_weights():
+    config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, targets=("query", "decay", "up")))
+    program = program_of(config, st.Degrees())
+    whole = sum(x.size for x in jax.tree.leaves(program.state_shapes.model))
+    sizes = program.objective.sizes
+    assert sizes.elements == whole
+    adapters = sum(x.size for x in jax.tree.leaves(program.state_shapes.weights))
+    assert sizes.adapters == adapters
+    # Three products with each state, forward, and twice as many backward.
+    states = 6 * 3 * 8 * 12 * 4 * sizes.linear_layers
+    pairs = 12 * 8 * 4 * sum(range(1, 65)) / 64 * 2
+    products = 2 * (2 * (sizes.matrices + 24 * 48) + 3 * adapters)
+    assert sizes.flops_per_token(64) == pytest.approx(states + pairs + products, rel=1e-12)

@@ -117,8 +117,8 @@ def family_of(model: GPTConfig) -> str:
             f"A model that is exported must be one of {', '.join(FAMILIES)}; got "
             f"{', '.join(f'{name}={value!r}' for name, value in given.items())}, "
             f"rope.bases={model.rope.bases}, rope.channels={model.rope.channels}, "
-            f"rope.scaling={model.rope.scaling!r}, rope.stretches={model.rope.stretches!r}, which none of them has together. Train one "
-            "of theirs."
+            f"rope.scaling={model.rope.scaling!r}, rope.stretches={model.rope.stretches!r}, which "
+            "none of them has together. Train one of theirs."
         )
     return kind
 
