@@ -74,12 +74,13 @@ class GatedDeltaNet(nnx.Module):
         sizes: GatedDeltaSizes,
         *,
         width: int,
-        attention_fn: LinearAttentionFn,
+        linear_attention: Callable[[str], LinearAttentionFn],
         out_gain: float,
         dtype: Any,
         rngs: nnx.Rngs,
     ) -> None:
-        self.sizes, self.attention_fn, self.dtype = sizes, attention_fn, jnp.dtype(dtype)
+        self.sizes, self.dtype = sizes, jnp.dtype(dtype)
+        self.linear_attention = linear_attention
         keys, values = (sizes.key_heads, sizes.key_dim), (sizes.heads, sizes.value_dim)
         self.query, self.key, self.value, self.out_gate, self.decay, self.beta = (
             linear(width, outputs, dtype=dtype, rngs=rngs)
@@ -132,7 +133,7 @@ class GatedDeltaNet(nnx.Module):
 
     def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedLinearFn:
         """The model's linear attention, with None in the place of a cache."""
-        attention_fn = self.attention_fn
+        attention_fn = self.linear_attention(RULE)
 
         def attend(
             x: Array, kernel: Array, heads_of: Callable[[Array], Heads], decay: Array, beta: Array

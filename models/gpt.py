@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.attention import GPTAttention, Rotation
-from models.gated_delta import RULE, GatedDeltaNet, GatedDeltaSizes
+from models.gated_delta import GatedDeltaNet, GatedDeltaSizes
 from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, MakeNorm, make_norm, projected
 from models.linear import linear, project_to_rows
@@ -131,8 +131,8 @@ class GPT(nnx.Module):
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
             if part == LINEAR:
                 assert linear_sizes is not None, "layers of linear attention have sizes"
-                own = self.hooks.linear_attention(RULE)
-                return GatedDeltaNet(linear_sizes, attention_fn=own, **common)
+                own = self.hooks.linear_attention
+                return GatedDeltaNet(linear_sizes, linear_attention=own, **common)
             return GPTAttention(
                 heads=heads,
                 kv_heads=kv_heads,

@@ -16,6 +16,7 @@ from trainer.gpt.export.writing import export_run
 from trainer.gpt.pretrained.defaults import pretrained as config_of
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.gpt.pretrained.tensors import by_tensor
 from trainer.parallel.partition import path_name
 from trainer.tasks import load_train_config
 
@@ -62,11 +63,16 @@ def compute(folder, tokens, scheme):
     compiled = jax.jit(run).lower(weights, batch).compile(options(program))
     (loss, gradients), logits = compiled(weights, batch)
     found = {"loss": np.asarray(loss), "logits": layout.unpermute(np.asarray(logits))}
-    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
-        place, gradient = places[path_name(path)], np.asarray(gradient)
-        layers = gradient if place.stacked else [gradient]
-        for name, layer in zip(place.tensors, layers, strict=True):
-            found[f"gradient {name}"] = place.to_tensor(layer)
+    arrays = {
+        path_name(path): np.asarray(gradient)
+        for path, gradient in jax.tree_util.tree_leaves_with_path(gradients)
+    }
+    for name, parts in by_tensor(places).items():
+        rows = [
+            places[path].to_tensor(arrays[path][layer] if places[path].stacked else arrays[path])
+            for path, layer in parts
+        ]
+        found[f"gradient {name}"] = np.concatenate(rows)
     return found
 
 

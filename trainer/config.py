@@ -335,7 +335,17 @@ class TrainConfig:
     """Whether a token attends only to itself and to earlier tokens."""
     groups_of_flags: ClassVar[dict[str, tuple[str, ...]]] = {
         "run": (
-            *("steps", "batch_size", "seq_len", "size", "seed", "run_dir", "init_from", "mirror"),
+            *(
+                "steps",
+                "batch_size",
+                "seq_len",
+                "size",
+                "seed",
+                "run_dir",
+                "init_from",
+                "init_text_only",
+                "mirror",
+            ),
             *("allow_changes", "devices", "plan", "log_every", "tensorboard", "profile"),
         ),
         "memory": ("zero", "zero_axes", "remat", "offload", "tile", "gradient_accumulation"),

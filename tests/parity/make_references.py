@@ -95,8 +95,24 @@ CASES = {
         ),
         "bfloat16",
     ),
+    # Half of the channels turn, and key heads are shared. A slice of 8 devices has two tokens.
+    "qwen3_5": (
+        "Qwen3_5",
+        dict(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=4,
+            linear_value_head_dim=6,
+            linear_conv_kernel_dim=3,
+            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+            tie_word_embeddings=True,
+        ),
+        "float32",
+    ),
 }
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 
 
 def make_model(name, seed):
@@ -106,8 +122,8 @@ def make_model(name, seed):
     # Other kernels leave out soft caps.
     config = getattr(transformers, name)(**SIZES | options, attn_implementation="eager")
     torch.manual_seed(seed)
-    # Gemma multiplies by 1 + the scale of a norm.
-    centre = 0 if family.startswith("Gemma") else 1
+    # Gemma and Qwen3.5 multiply by 1 + the scale of a norm.
+    centre = 0 if family.startswith(("Gemma", "Qwen3_5")) else 1
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for path, weight in model.named_parameters():

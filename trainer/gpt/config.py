@@ -496,6 +496,9 @@ class GPTTrainConfig(TrainConfig):
     init_from: Path | None = None
     """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
     and tokenizer.json. Its config.json defines the model; flags --model.* change it."""
+    init_text_only: bool = False
+    """Whether `init_from` may hold a model of images and text, of which only the text model is
+    taken."""
     seq_len: int
     """Number of tokens in a sequence."""
     sample_length: int = 0
@@ -506,6 +509,10 @@ class GPTTrainConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_on_disk("init_from", self.init_from)
+        if self.init_text_only and self.init_from is None:
+            raise InputError(
+                "init_text_only needs a pretrained model; got no init_from. Leave it out."
+            )
         check_minimum("seq_len", self.seq_len, 1)
         for name in ("sample_length", "temperature"):
             check_minimum(name, getattr(self, name), 0)

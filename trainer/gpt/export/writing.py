@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -46,7 +46,7 @@ from trainer.gpt.pretrained.families import (
     without_rope,
 )
 from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
-from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE, Place, places
+from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE, Place, by_tensor, places
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
 
@@ -133,7 +133,8 @@ def export_run(
         if apart:
             _write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind)))
         else:
-            _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, config.lora)
+            options: dict[str, Any] = {"lora": config.lora, "mixers": config.model.layer_mixers}
+            _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, **options)
         for file, path in beside.items():
             copy_file(path, part / file)
         # Last: a kill leaves a hidden folder without it.
@@ -279,17 +280,23 @@ def _write_file(path: Path, tensors: dict[str, Any]) -> None:
 
 
 def _write_tensors(
-    arrays: Mapping[str, Any], folder: Path, dtype: Any, shard_bytes: int, lora: LoraConfig
+    arrays: Mapping[str, Any],
+    folder: Path,
+    dtype: Any,
+    shard_bytes: int,
+    *,
+    lora: LoraConfig,
+    mixers: Sequence[str],
 ) -> None:
     """Writes the files of tensors, and their index if there are several."""
     shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
-    found = {
-        name: (path, place, layer)
-        for path, place in places(shapes)
-        for layer, name in enumerate(place.tensors)
-    }
+    of_paths = dict(places(shapes, mixers))
+    found = by_tensor(of_paths)
     size = np.dtype(dtype).itemsize
-    sizes = {name: math.prod(x.tensor_shape) * size for name, (_, x, _) in found.items()}
+    sizes = {
+        name: math.prod(of_paths[path].whole_shape) * size
+        for name, ((path, _), *_) in found.items()
+    }
     shards: list[list[str]] = [[]]
     for name in found:
         if shards[-1] and sum(sizes[x] for x in shards[-1]) + sizes[name] > shard_bytes:
@@ -298,9 +305,11 @@ def _write_tensors(
     files = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if shards[1:] else ONE_FILE
-        _write_file(
-            folder / file, {name: _tensor(arrays, *found[name], dtype, lora) for name in names}
-        )
+        tensors = {}
+        for name in names:
+            parts = [_tensor(arrays, x, of_paths[x], n, dtype, lora) for x, n in found[name]]
+            tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        _write_file(folder / file, tensors)
         files |= dict.fromkeys(names, file)
     if shards[1:]:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}

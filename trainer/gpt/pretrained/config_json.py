@@ -18,11 +18,15 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
-from trainer.gpt.config import GPTConfig, RopeConfig
+from trainer.gpt.config import GPTConfig, LinearConfig, RopeConfig
 from trainer.gpt.pretrained.families import (
     FAMILIES,
     FULL,
     GEMMA,
+    LINEAR,
+    MULTIMODAL,
+    OF_LINEAR,
+    QWEN_HYBRID,
     SLIDING,
     Family,
     paper_factor,
@@ -77,6 +81,8 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 """Keys of all families of which a few values are supported."""
 # `rope_type` of config.json -> `RopeConfig.scaling`.
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+# How the channels are shared by time, height and width, which are one number for text.
+ROPE_KEYS_OF_IMAGES = {"mrope_section", "mrope_interleaved"}
 ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", OUTER_LENGTH, "low_freq_factor"),
     *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale"),
@@ -134,6 +140,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     Raises:
         ImportError, ValueError, NotImplementedError: as `read_description`.
     """
+    values = text_values(values, name)
     kind = values.get("model_type")
     if kind is None and isinstance(values.get("model"), dict):
         run = str(Path(name).parent)
@@ -166,7 +173,8 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         ) from error
     found = ConfigValues(vars(read), name)
     layers, heads, width = read.num_hidden_layers, read.num_attention_heads, read.hidden_size
-    head_dim = found.number("head_dim", default=None if "head_dim" in given else width // heads)
+    default = None if "head_dim" in given or family.hybrid else width // heads
+    head_dim = found.number("head_dim", default=default)
     windows = _windows(found, kind)
     length = read.max_position_embeddings
     if family.local_rope:
@@ -178,6 +186,15 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         bases = tuple("none" if skipped else rope.bases[0] for skipped in skips)
         rope = replace(rope, bases=bases) if any(skips) else rope
     options: dict[str, Any] = {}
+    if family.hybrid:
+        share = ConfigValues(read.rope_parameters, name).real("partial_rotary_factor", default=1.0)
+        rope = replace(rope, channels=int(head_dim * share))
+        kinds = {FULL: "attention", LINEAR: "linear"}
+        options = {
+            **QWEN_HYBRID,
+            "mixers": tuple(kinds[x] for x in _types_of(found)),
+            "linear": LinearConfig(**{x: found.number(key) for key, x in OF_LINEAR.items()}),
+        }
     if family.gemma:
         scale_dim = read.query_pre_attn_scalar
         options = {
@@ -197,17 +214,41 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         mlp_width=read.intermediate_size,
         tied_head=read.tie_word_embeddings,
         qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        **{"qk_norm": family.qk_norm, **options},
         norm_eps=read.rms_norm_eps,
         rope=rope,
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
         windows=pattern(windows),
-        **options,
     )
     simple = plain(model)
     # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.
     kept = replace(simple.rope, stretches=rope.stretches)
     return Description(family=kind, model=replace(simple, rope=kept), length=length)
+
+
+def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The values of the text model, in the form of a folder that has it alone.
+
+    Raises:
+        ValueError: if those of a model of images and text do not have them.
+    """
+    kind: Any = MULTIMODAL.get(str(values.get("model_type")))
+    if kind is None:
+        return values
+    inner = values.get("text_config")
+    if not isinstance(inner, dict) or inner.get("model_type", kind) != kind:
+        wanted = f"an object with model_type {kind}"
+        raise ConfigValues(values, name).wrong("text_config", wanted, inner)
+    ties = "tie_word_embeddings"
+    if inner.get(ties, values.get(ties)) != values.get(ties, inner.get(ties)):
+        raise ConfigValues(values, name).wrong(ties, "that of text_config", values[ties])
+    outer = {key: values[key] for key in ("dtype", "torch_dtype", ties) if key in values}
+    return {
+        **outer,
+        **inner,
+        "model_type": kind,
+        "architectures": [FAMILIES[kind].architecture],
+    }
 
 
 class ConfigValues:
@@ -286,12 +327,12 @@ def _check_layer_types(values: Mapping[str, Any], kind: str, name: str) -> None:
     of all.
     """
     size, types = values.get("sliding_window"), values.get("layer_types")
+    second = LINEAR if FAMILIES[kind].hybrid else SLIDING
     if types is not None and (
-        not isinstance(types, list) or any(x not in (FULL, SLIDING) for x in types)
+        not isinstance(types, list) or any(x not in (FULL, second) for x in types)
     ):
         raise UnsupportedError(
-            f"layer_types must be {FULL} or {SLIDING} in {name!r}; got {types!r}. Use another "
-            "model."
+            f"layer_types must be {FULL} or {second} in {name!r}; got {types!r}. Use another model."
         )
     if kind != "llama" or (types is None and size is None):
         return
@@ -325,7 +366,9 @@ def _check_ropes(values: Mapping[str, Any], family: Family, name: str) -> None:
             if not isinstance(part, dict):
                 raise found.wrong(key, "of objects", given)
             kind = part.get("rope_type", part.get("type", "default"))
-            unknown = sorted(part.keys() - ROPE_KEYS)
+            unknown = sorted(
+                part.keys() - ROPE_KEYS - (ROPE_KEYS_OF_IMAGES if family.hybrid else set())
+            )
             if not isinstance(kind, str) or kind not in SCALINGS or unknown:
                 raise UnsupportedError(
                     f"rope_type must be one of {', '.join(SCALINGS)} in {name!r}; got {kind!r}"
@@ -333,7 +376,9 @@ def _check_ropes(values: Mapping[str, Any], family: Family, name: str) -> None:
                     "model, or rope_type default and --model.rope.scaling ntk."
                 )
             _require("truncate", part.get("truncate"), (True, None), name)
-            _require("partial_rotary_factor", part.get("partial_rotary_factor"), (1.0, None), name)
+            if not family.hybrid:
+                share = "partial_rotary_factor"
+                _require(share, part.get(share), (1.0, None), name)
 
 
 def _local_rope(
@@ -414,6 +459,8 @@ def _attention_factor(rope: ConfigValues, factor: float) -> float | None:
 def _windows(found: ConfigValues, kind: str) -> tuple[int | None, ...]:
     """The sliding window of each layer; None for a layer without one."""
     read, layers = found.values, found.values["num_hidden_layers"]
+    if FAMILIES[kind].hybrid:
+        return (None,) * layers
     size = read.get("sliding_window") if read.get("use_sliding_window", True) else None
     # Mistral has no types of layers.
     whole = [FULL if kind == "llama" or size is None else SLIDING] * layers
@@ -428,6 +475,15 @@ def _windows(found: ConfigValues, kind: str) -> tuple[int | None, ...]:
             "Correct the file."
         )
     return tuple(found.number("sliding_window") if x == SLIDING else None for x in types)
+
+
+def _types_of(found: ConfigValues) -> Sequence[str]:
+    """The type of each layer of a hybrid."""
+    types, layers = found.values["layer_types"], found.values["num_hidden_layers"]
+    if len(types) != layers or FULL not in types:
+        wanted = f"a list of {layers} names, one for each layer, among them {FULL}"
+        raise found.wrong("layer_types", wanted, types)
+    return types
 
 
 def _skips(found: ConfigValues) -> tuple[bool, ...]:

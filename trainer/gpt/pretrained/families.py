@@ -22,12 +22,17 @@ OTHERS = {
     **{"softcap": None, "output_softcap": None, "scale_dim": None},
 }
 HYBRID = {"attention_gate": False, "mixers": ("attention",)}
-"""Options of hybrid models, of which none is in a family here."""
+"""Options that no other models than hybrids have."""
+QWEN_HYBRID = {"attention_gate": True, "qk_norm": True, "norm_offset": True}
+"""Options of a Qwen3.5, beside its linear attention and the channels that turn."""
 """Options of all other families."""
 OF_FAMILIES = ("sinks", "qkv_bias", "qk_norm", "windows")
 """Options by which families differ."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Types of layers in transformers: without a window and with one."""
+LINEAR = "linear_attention"
+"""Types of layers in transformers: without a window, with one, and of linear attention."""
+MULTIMODAL = {"qwen3_5": "qwen3_5_text"}
+"""`model_type` of models of images and text -> that of their text models."""
 SILU = {"hidden_act": ("silu", "swish")}
 OF_GEMMA = {"hidden_activation": (GELU,), "use_bidirectional_attention": (None, False)}
 
@@ -50,8 +55,18 @@ class Family:
     """Whether it has the norms, the embedding, the MLP and the soft caps of Gemma 2."""
     local_rope: bool = False
     """Whether layers with a window have rotary positions of their own."""
+    hybrid: bool = False
+    """Whether it has layers of linear attention, and what Qwen3.5 has in the others."""
 
 
+OF_LINEAR = {
+    "linear_num_value_heads": "heads",
+    "linear_num_key_heads": "key_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "conv",
+}
+"""Keys of linear attention -> settings of `LinearConfig`."""
 LAYERS = ("sliding_window", "layer_types")
 CHOICE = (*LAYERS, "use_sliding_window", "max_window_layers")
 CAPS = ("query_pre_attn_scalar", "final_logit_softcapping")
@@ -83,6 +98,22 @@ FAMILIES = {
         gemma=True,
         local_rope=True,
     ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5ForCausalLM",
+        # How heads that predict more tokens are made, and the type of states elsewhere.
+        keys=(
+            *("layer_types", "full_attention_interval", "partial_rotary_factor", *OF_LINEAR),
+            *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+        ),
+        only=SILU
+        | {
+            "attn_output_gate": (True, None),
+            "output_gate_type": ("swish", "silu", None),
+            "mlp_only_layers": ([], None),
+        },
+        qk_norm=True,
+        hybrid=True,
+    ),
 }
 """The families by `model_type`."""
 
@@ -95,8 +126,10 @@ def family_of(model: GPTConfig) -> str:
     """
     kind = None
     windows = {window for window in model.layer_windows if window is not None}
-    if model.sinks or len(windows) > 1 or _is_hybrid(model):  # No family has several.
+    if model.sinks or len(windows) > 1:  # No family has several.
         kind = None
+    elif _is_hybrid(model):
+        kind = "qwen3_5_text" if _is_qwen_hybrid(model) else None
     elif all(getattr(model, name) == value for name, value in GEMMA.items()):
         if model.qk_norm and not model.qkv_bias and _bases_by_window(model):
             kind = "gemma3_text"
@@ -129,9 +162,29 @@ def _is_hybrid(model: GPTConfig) -> bool:
     return given or model.rope.channels is not None
 
 
+def _is_qwen_hybrid(model: GPTConfig) -> bool:
+    """Whether a hybrid is a Qwen3.5."""
+    options = OTHERS | QWEN_HYBRID | {"qkv_bias": False}
+    linear = plain(model).linear
+    return (
+        all(getattr(model, name) == value for name, value in options.items())
+        and (linear.largest_beta, linear.norm_eps) == (1.0, None)
+        and len({*model.of_attention(model.layer_bases)} | {*model.attention_windows}) == 2
+        and None in model.attention_windows
+        and None not in model.of_attention(model.layer_bases)
+    )
+
+
 def rotary_values(model: GPTConfig) -> dict[str, Any]:
     """The values of a config.json that say what the rotary positions of a model are."""
-    return (_local_rope_values if FAMILIES[family_of(model)].local_rope else _rope_values)(model)
+    family = FAMILIES[family_of(model)]
+    if family.hybrid:
+        values = _rope_values(model)
+        channels = model.rope.channels or model.head_dim
+        scaling = values["rope_scaling"] or {"rope_type": "default"}
+        share = {"partial_rotary_factor": channels / model.head_dim}
+        return {"rope_parameters": {"rope_theta": values["rope_theta"], **share, **scaling}}
+    return (_local_rope_values if family.local_rope else _rope_values)(model)
 
 
 def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
@@ -197,9 +250,10 @@ def paper_factor(factor: float) -> float:
 def _rope_values(model: GPTConfig) -> dict[str, Any]:
     """The rotary positions, under the names that all versions of transformers read."""
     rope = model.rope
-    base = next((x for x in model.layer_bases if x is not None), 10_000.0)
+    bases = model.of_attention(model.layer_bases)
+    base = next((x for x in bases if x is not None), 10_000.0)
     if rope.scaling == "ntk":  # It is nothing but a larger base: see `models.rope`.
-        half = model.head_dim // 2
+        half = (rope.channels or model.head_dim) // 2
         base *= rope.factor ** (half / max(half - 1, 1))
     if rope.scaling in ("none", "ntk"):
         return {"rope_theta": base, "rope_scaling": None}
@@ -240,6 +294,9 @@ def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
     }
     if family.gemma or size is not None:
         found["layer_types"] = kinds
+    if family.hybrid:
+        found["layer_types"] = [FULL if x == "attention" else LINEAR for x in model.layer_mixers]
+        found |= {key: model.linear_sizes[name] for key, name in OF_LINEAR.items()}
     return {key: value for key, value in found.items() if key in family.keys}
 
 
@@ -248,8 +305,22 @@ def plain(model: GPTConfig) -> GPTConfig:
     if model.scale_dim == model.head_dim:
         model = replace(model, scale_dim=None)
     stretches = model.rope.stretches if _stretches_some(model) else "all"
-    rope = replace(model.rope, bases=pattern(model.layer_bases), stretches=stretches)
-    return replace(model, rope=rope, windows=pattern(model.layer_windows))
+    channels = None if model.rope.channels == model.head_dim else model.rope.channels
+    rope = replace(model.rope, stretches=stretches, channels=channels)
+    model = replace(model, mixers=pattern(model.layer_mixers))
+    if "linear" in model.mixers:
+        sizes = model.linear_sizes
+        sizes["norm_eps"] = None if sizes["norm_eps"] == model.norm_eps else sizes["norm_eps"]
+        model = replace(model, linear=replace(model.linear, **sizes))
+    rope = replace(rope, bases=pattern(_like_attention(model, model.layer_bases)))
+    return replace(model, rope=rope, windows=pattern(_like_attention(model, model.layer_windows)))
+
+
+def _like_attention(model: GPTConfig, layers: Sequence[Any]) -> tuple[Any, ...]:
+    """What each layer has, where those of linear attention have what the first other one has."""
+    pairs = tuple(zip(model.layer_mixers, layers, strict=True))
+    first = next(entry for mixer, entry in pairs if mixer == "attention")
+    return tuple(entry if mixer == "attention" else first for mixer, entry in pairs)
 
 
 def pattern(layers: Sequence[Any]) -> tuple[Any, ...]:

@@ -20,9 +20,9 @@ from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.data.opening import read_object, reading
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
-from trainer.gpt.pretrained.config_json import CONFIG, read_description
+from trainer.gpt.pretrained.config_json import CONFIG, read_description, text_values
 from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
-from trainer.gpt.pretrained.tensors import Place, Tensors, open_tensors, places
+from trainer.gpt.pretrained.tensors import IMAGES, Place, Tensors, open_tensors, places
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
@@ -104,7 +104,8 @@ class Pretrained(InitialWeights):
         for name in KEPT:
             if (source / name).is_file():
                 copy_file(source / name, folder / name)
-        values = {k: v for k, v in read_object(source / CONFIG).items() if k != "dtype"}
+        values = text_values(read_object(source / CONFIG), CONFIG)
+        values = {k: v for k, v in values.items() if k != "dtype"}
         values["torch_dtype"] = self.tensors.dtype
         (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
         write_sums(folder)
@@ -166,15 +167,23 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             path_name(path): tuple(x.shape)
             for path, x in jax.tree_util.tree_leaves_with_path(shapes)
         }
-        found = dict(places(named))
-        wanted = {name: place.tensor_shape for place in found.values() for name in place.tensors}
+        found = dict(places(named, config.model.layer_mixers))
+        wanted = {name: place.whole_shape for place in found.values() for name in place.tensors}
+        images = tensors.left_out.get(IMAGES, 0)
+        if images and not config.init_text_only:
+            raise InputError(
+                "A model must be of text alone, or --init-text-only must say that its text model "
+                f"is taken alone; got {str(folder)!r} with {images} tensors for images. Add it."
+            )
         tensors.check(wanted, tied=TIED if config.model.tied_head else {})
         begin = config.data.begin_of_document
         remark = check_tokenizer_of_model(folder / TOKENIZER, config.model.vocab_size, begin)
         leaves = jax.tree.leaves(shapes)
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in leaves)
         dtype = jnp.dtype(max(leaves, key=lambda x: x.size).dtype)
-        longer = ""
+        left_out = longer = ""
+        for part, count in tensors.left_out.items():
+            left_out += f"; without {count} tensors {part}*, which are no part of the text model"
         if config.seq_len > described.length:
             longer = (
                 f"; it is made for sequences of {described.length:,} tokens, and seq_len is "
@@ -184,6 +193,6 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             tensors=tensors,
             places=found,
             description=f"initial weights: {folder}, a model of kind {described.family} with "
-            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in {dtype}{longer}"
-            f"{remark}",
+            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in {dtype}{left_out}"
+            f"{longer}{remark}",
         )

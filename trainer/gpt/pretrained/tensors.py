@@ -8,9 +8,10 @@ kernel is [*inputs, *outputs], and those of all layers are one array. Both rotat
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import numpy as np
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
+from models.periods import ATTENTION, LINEAR
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
-from trainer.parallel.partition import STACKED
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -60,6 +61,23 @@ OF_LAYER: Mapping[str, tuple[str, Groups]] = {
     "mlp/down/kernel": ("mlp.down_proj.weight", TRANSPOSED),
 }
 """Weight of a layer -> tensor of a layer."""
+OF_LINEAR: Mapping[str, tuple[str, Groups]] = {
+    "attention/query/kernel": ("linear_attn.in_proj_qkv.weight", ((1, 2), (0,))),
+    "attention/key/kernel": ("linear_attn.in_proj_qkv.weight", ((1, 2), (0,))),
+    "attention/value/kernel": ("linear_attn.in_proj_qkv.weight", ((1, 2), (0,))),
+    "attention/out_gate/kernel": ("linear_attn.in_proj_z.weight", ((1, 2), (0,))),
+    "attention/decay/kernel": ("linear_attn.in_proj_a.weight", TRANSPOSED),
+    "attention/beta/kernel": ("linear_attn.in_proj_b.weight", TRANSPOSED),
+    "attention/query_conv": ("linear_attn.conv1d.weight", ((1, 2), (), (0,))),
+    "attention/key_conv": ("linear_attn.conv1d.weight", ((1, 2), (), (0,))),
+    "attention/value_conv": ("linear_attn.conv1d.weight", ((1, 2), (), (0,))),
+    "attention/decay_rate": ("linear_attn.A_log", AS_IT_IS),
+    "attention/decay_bias": ("linear_attn.dt_bias", AS_IT_IS),
+    "attention/out_norm/scale": ("linear_attn.norm.weight", AS_IT_IS),
+    "attention/out/kernel": ("linear_attn.out_proj.weight", ((2,), (0, 1))),
+}
+"""The same of linear attention. Where several weights are one tensor, its rows are theirs, in the
+order of this table."""
 AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
     "attention_out_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
     "mlp_norm/scale": ("pre_feedforward_layernorm.weight", AS_IT_IS),
@@ -79,11 +97,19 @@ class Place:
     shape: tuple[int, ...]
     """Its shape, without layers."""
     groups: Groups
-    """How the dimensions of a tensor are made of its own."""
+    """How the dimensions of a tensor are made of its own; one of size 1 is made of none."""
+    rows: tuple[int, int] | None = None
+    """The first of its rows in a tensor that has other weights too, and the rows of all of them."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of each of its tensors."""
+        rows, *rest = self.tensor_shape
+        return (rows if self.rows is None else self.rows[1], *rest)
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of each of its tensors."""
+        """The shape of its part of each of its tensors."""
         return tuple(math.prod(self.shape[dim] for dim in group) for group in self.groups)
 
     def read(self, tensor: Any, index: Sequence[slice]) -> Shaped[np.ndarray, "..."]:
@@ -95,7 +121,11 @@ class Place:
         """
         ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         cover, split, inner = [], [], []
-        for first, *rest in self.groups:
+        for group in self.groups:
+            if not group:
+                cover.append(slice(0, 1))
+                continue
+            first, *rest = group
             # Of the first dimension only what is wanted, and of the others, which lie within it,
             # everything.
             size = math.prod(self.shape[dim] for dim in rest)
@@ -103,11 +133,14 @@ class Place:
             cover.append(slice(start * size, stop * size))
             split += [stop - start, *(self.shape[dim] for dim in rest)]
             inner += [slice(None), *(slice(*ranges[dim]) for dim in rest)]
+        if self.rows is not None:
+            before = self.rows[0]
+            cover[0] = slice(cover[0].start + before, cover[0].stop + before)
         block = np.asarray(tensor[tuple(cover)]).reshape(split)[tuple(inner)]
         return block.transpose(np.argsort(self._order))
 
     def to_tensor(self, weight: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-        """The tensor of the weight of one layer, contiguous."""
+        """The tensor of the weight of one layer, or its rows of that, contiguous."""
         return np.ascontiguousarray(weight.transpose(self._order).reshape(self.tensor_shape))
 
     @property
@@ -115,24 +148,61 @@ class Place:
         return [dim for group in self.groups for dim in group]
 
 
-def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Place]]:
+def places(
+    shapes: Mapping[str, tuple[int, ...]], mixers: Sequence[str] = ()
+) -> Iterator[tuple[str, Place]]:
     """The place of every weight of a model.
 
     Args:
         shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
+        mixers: what each layer mixes tokens with; all do with attention if it is left out.
     """
     of_layer = dict(OF_LAYER)
     if any(path.endswith("attention_out_norm/scale") for path in shapes):
         of_layer |= AFTER_BLOCKS
+    others = {path: x for path, x in of_layer.items() if not path.startswith("attention/")}
+    tables = {ATTENTION: of_layer, LINEAR: {**others, **OF_LINEAR}}
+    numbers = {
+        ATTENTION: [i for i, mixer in enumerate(mixers) if mixer == "attention"],
+        LINEAR: [i for i, mixer in enumerate(mixers) if mixer == "linear"],
+    }
     for path, shape in shapes.items():
         part, _, rest = path.partition("/")
-        if part in STACKED:
-            name, groups = of_layer[rest]
-            tensors = tuple(f"model.layers.{layer}.{name}" for layer in range(shape[0]))
-            yield path, Place(tensors=tensors, stacked=True, shape=shape[1:], groups=groups)
+        if part in tables:
+            table, layers = tables[part], numbers[part] or range(shape[0])
+            name, groups = table[rest]
+            place = Place(
+                tensors=tuple(f"model.layers.{layer}.{name}" for layer in layers),
+                stacked=True,
+                shape=shape[1:],
+                groups=groups,
+            )
+            beside = [x for x, (other, _) in table.items() if other == name]
+            if beside[1:]:
+                # Heads and their channels are the last dimensions of all of them.
+                sizes = [math.prod(shapes[f"{part}/{x}"][-2:]) for x in beside]
+                before = sum(sizes[: beside.index(rest)])
+                place = replace(place, rows=(before, sum(sizes)))
+            yield path, place
         else:
             name, groups = OF_MODEL[path]
             yield path, Place(tensors=(name,), stacked=False, shape=shape, groups=groups)
+
+
+def by_tensor(found: Mapping[str, Place]) -> dict[str, list[tuple[str, int]]]:
+    """For each tensor, the weights whose rows it has, in their order: path, and layer of the path.
+
+    Args:
+        found: what `places` gives.
+    """
+    tensors: dict[str, list[tuple[str, int]]] = {}
+    for path, place in found.items():
+        for layer, name in enumerate(place.tensors):
+            tensors.setdefault(name, []).append((path, layer))
+    return {
+        name: sorted(parts, key=lambda x: (found[x[0]].rows or (0,))[0])
+        for name, parts in tensors.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +216,8 @@ class Tensors:
     """Type of every tensor, as safetensors names it."""
     slices: Mapping[str, Any]
     """What gives parts of a tensor, as numpy arrays, when it is indexed with slices."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """For each other part than the text model, how many tensors it has."""
 
     @property
     def dtype(self) -> str:
@@ -207,9 +279,30 @@ class Tensors:
         )
 
 
+PREFIX_OF_TEXT = "model.language_model."
+"""What the names of the tensors of a text model begin with, beside those of a model of images."""
+IMAGES = "model.visual."
+OTHER_PARTS = (IMAGES, "mtp.")
+"""What the names of tensors begin with that are no part of the text model: those for images, and
+those that predict more than one token."""
+
+
+def _part_of(name: str) -> str | None:
+    """The other part of a model to which a tensor belongs; None for the text model."""
+    return next((part for part in OTHER_PARTS if name.startswith(part)), None)
+
+
+def _name_of_text(name: str) -> str:
+    """The name of a tensor of a text model, as in a folder of the text model alone."""
+    rest = name.removeprefix(PREFIX_OF_TEXT)
+    return name if rest == name else f"model.{rest}"
+
+
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[Tensors]:
     """Opens the files of a checkpoint, and reads what their headers say.
+
+    Tensors of other parts than the text model are counted, and left out.
 
     Raises:
         ValueError: if a file is missing or damaged, or changes.
@@ -233,11 +326,14 @@ def open_tensors(folder: Path) -> Iterator[Tensors]:
                 f"Every tensor of {INDEX} must be in its file; got no {lost[0]} in "
                 f"{str(folder / (index or {})[lost[0]])!r}. Download the files again."
             )
+        left_out = Counter(filter(None, map(_part_of, slices)))
+        found = {_name_of_text(name): x for name, x in slices.items() if not _part_of(name)}
         yield Tensors(
             folder=folder,
-            shapes={name: tuple(x.get_shape()) for name, x in slices.items()},
-            dtypes={name: x.get_dtype() for name, x in slices.items()},
-            slices=slices,
+            shapes={name: tuple(x.get_shape()) for name, x in found.items()},
+            dtypes={name: x.get_dtype() for name, x in found.items()},
+            slices=found,
+            left_out=left_out,
         )
 
 
