@@ -47,6 +47,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     if from_folder:
         # The file may name another type, or none, which is float32.
         flags["model.dtype"] = _dtype(model)
+        flags |= {"init-text-only": True} if base_model.text_only else {}
     if model.kind == "gpt":
         flags["seq-len"] = call.seq_len
     elif not model.from_run and call.seq_len != MODELS["dit_1b"].seq_len:
@@ -153,6 +154,12 @@ def _model_flags(model: ModelSizes, base: ModelSizes) -> dict[str, Any]:
     flags["model.tied-head"] = model.tied_head
     if model.qk_norm != base.qk_norm:
         flags["model.qk-norm"] = model.qk_norm
+    if model.attention_gate != base.attention_gate:
+        flags["model.attention-gate"] = model.attention_gate
+    if (model.mixers, model.linear) != (base.mixers, base.linear):
+        flags["model.mixers"] = " ".join(model.mixers)
+        sizes = {} if model.linear is None else vars(model.linear)
+        flags |= {f"model.linear.{name}": size for name, size in sizes.items()}
     windows = ("none" if x is None else str(x) for x in model.windows)
     return flags | {"model.windows": " ".join(windows)}
 

@@ -33,14 +33,24 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "smollm3": {"tie_word_embeddings": True},
     "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
     "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
+    "qwen3_5_text": {"head_dim": 256},
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
 """Types of model whose layers have windows but the last of every so many, and how many these are
 where the file does not say it."""
+_LINEAR = {
+    **{"heads": ("linear_num_value_heads", 32), "key_heads": ("linear_num_key_heads", 16)},
+    **{"key_dim": ("linear_key_head_dim", 128), "value_dim": ("linear_value_head_dim", 128)},
+    "conv": ("linear_conv_kernel_dim", 4),
+}
+"""Sizes of linear attention -> names in a config.json of Hugging Face, and their defaults."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
 """Types of model whose MLP has two matrices."""
+_MULTIMODAL = {"qwen3_5": "qwen3_5_text"}
+"""Types of model that `--init-text-only` takes, and those of their text models."""
+_HYBRIDS = ("qwen3_5_text",)
 _NORMALISED = ("qwen3", "gemma3")
 """How the types of model begin that normalise the heads of queries and keys."""
 
@@ -77,9 +87,13 @@ def find_model(name: str) -> ModelSizes:
     # Models of text and images have the decoder in a part of their own.
     decoder = settings.get("text_config") or settings
     _require(isinstance(decoder, dict), name, "text_config", "the settings of a model", decoder)
+    of_images = _type_of(settings) in _MULTIMODAL
+    if of_images:
+        decoder = {"model_type": _MULTIMODAL[_type_of(settings)], **decoder}
     model = _of_hugging_face(decoder, str(path))
-    if decoder is settings and path.name == "config.json" and _type_of(settings) in PRETRAINED:
-        return replace(model, pretrained=str(path.parent))
+    is_read = decoder is settings or of_images
+    if is_read and path.name == "config.json" and _type_of(decoder) in PRETRAINED:
+        return replace(model, pretrained=str(path.parent), text_only=of_images)
     return model
 
 
@@ -169,8 +183,29 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     given["qk_norm"] = _type_of(settings).startswith(_NORMALISED)
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
+    if _type_of(settings) in _HYBRIDS:
+        return ModelSizes(name=name, hugging_face=True, **given, **_hybrid(settings, name))
     windows = shortest(_windows(settings, name, given["layers"]))
     return ModelSizes(name=name, hugging_face=True, windows=windows, **given)
+
+
+def _hybrid(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What the layers of a Qwen3.5 mix tokens with, and the sizes of linear attention."""
+    layers, types = settings["num_hidden_layers"], settings.get("layer_types")
+    if types is None:
+        every = settings.get("full_attention_interval", 4)
+        _require_sizes({"full_attention_interval": every}, ["full_attention_interval"], name)
+        types = ["full" if (i + 1) % every == 0 else "linear" for i in range(layers)]
+    known = isinstance(types, list) and len(types) == layers
+    _require(known, name, "layer_types", f"a list with an entry for each of {layers} layers", types)
+    sizes = {key: settings.get(theirs, default) for key, (theirs, default) in _LINEAR.items()}
+    _require_sizes(sizes, sizes, name, "linear: ")
+    mixers = ["linear" if "linear" in str(x) else "attention" for x in types]
+    return {
+        "mixers": shortest(mixers),
+        "linear": LinearSizes(**sizes),
+        "attention_gate": settings.get("attn_output_gate", True),
+    }
 
 
 def _type_of(settings: Mapping[str, Any]) -> str:

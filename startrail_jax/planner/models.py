@@ -150,6 +150,8 @@ class ModelSizes:
     """Whether `name` is the config.json of a run."""
     hugging_face: bool = False
     """Whether `name` is a config.json of Hugging Face."""
+    text_only: bool = False
+    """Whether the folder `pretrained` holds a model of images and text, of which this is a part."""
     pretrained: str | None = None
     """Folder from which `train.py --init-from` takes this model; None for others."""
 
@@ -366,7 +368,7 @@ def _named(name: str, *sizes: int, **others: Any) -> ModelSizes:
 _PAPER: dict[str, Any] = {"seq_len": 524_288}
 # StarTrail, https://arxiv.org/abs/2407.00611, table 2, as in configs/; Llama 3,
 # https://arxiv.org/abs/2407.21783, table 3; Qwen3, https://arxiv.org/abs/2505.09388, and the
-# config.json of Qwen/Qwen3-8B.
+# config.json of Qwen/Qwen3-8B and Qwen/Qwen3.5-9B.
 _GIVEN = (
     _named(
         "gpt_3b", 4096, 16, 32, 32, 128, 16_384, 50_304, mlp_matrices=2, tied_head=True, **_PAPER,
@@ -379,6 +381,11 @@ _GIVEN = (
     _named("llama3_8b", 4096, 32, 32, 8, 128, 14_336, 128_256),
     _named("llama3_70b", 8192, 80, 64, 8, 128, 28_672, 128_256),
     _named("qwen3_8b", 4096, 36, 32, 8, 128, 12_288, 151_936, qk_norm=True),
+    _named(
+        "qwen3_5_9b", 4096, 32, 16, 4, 256, 12_288, 248_320, qk_norm=True, attention_gate=True,
+        mixers=("linear", "linear", "linear", "attention"),
+        linear=LinearSizes(heads=32, key_heads=16, key_dim=128, value_dim=128),
+    ),
 )  # fmt: skip
 MODELS = {model.name: model for model in _GIVEN}
 """The models that have a name."""

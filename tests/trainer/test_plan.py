@@ -44,7 +44,7 @@ from trainer.tasks import TASKS
 CLUSTER = "--nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s"
 TABLE = {
     **{name: name for name in ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b")},
-    **{"qwen3_8b": "qwen3_8b_1m"},
+    **{"qwen3_8b": "qwen3_8b_1m", "qwen3_5_9b": "qwen3_5_9b_1m"},
 }
 QWEN = {
     **{"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -346,7 +346,8 @@ def test_windows_of_pretrained_models_are_those_of_the_program(kind, tmp_path):
                 find_model(str(tmp_path))
             continue
         model = find_model(str(tmp_path))
-        assert model.layer_windows == told.layer_windows, more
+        assert model.layer_windows == told.attention_windows, more
+        assert model.layer_mixers == told.layer_mixers, more
         compared += 1
     assert compared >= (1 if kind == "llama" else 3)
 
@@ -374,6 +375,13 @@ def test_hugging_face_configs_of_other_shapes(tmp_path):
     path.write_text(json.dumps({"text_config": QWEN | {"model_type": "qwen3"}}))
     same = {"name": "qwen3_8b", "hugging_face": False}
     assert dataclasses.replace(find_model(str(tmp_path)), **same) == MODELS["qwen3_8b"]
+    hybrid = QWEN | {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4}
+    hybrid |= {"head_dim": 256, "vocab_size": 248_320}
+    path.write_text(json.dumps({"model_type": "qwen3_5", "text_config": hybrid}))
+    model = find_model(str(tmp_path))
+    same |= {"name": "qwen3_5_9b", "pretrained": None, "text_only": False}
+    assert dataclasses.replace(model, **same) == MODELS["qwen3_5_9b"]
+    assert (model.pretrained, model.text_only) == (str(tmp_path), True)
     old = {key: value for key, value in QWEN.items() if "key_value" not in key}
     path.write_text(json.dumps(old | {"model_type": "gpt_neox", "head_dim": None}))
     model = find_model(str(path))
@@ -388,6 +396,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     values = {key: value for key, value in QWEN.items() if key not in untold}
     values |= {"model_type": kind, "num_hidden_layers": 2, "rope_theta": 1e6}
     values |= {"no_rope_layers": [1, 1]} if kind == "smollm3" else {}
+    values |= {"full_attention_interval": 2} if kind == "qwen3_5_text" else {}
     (tmp_path / "config.json").write_text(json.dumps(values))
     few = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
     model = find_model(str(tmp_path))
@@ -408,7 +417,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     assert "--data.tokenizer" not in found.command
     assert config.model == dataclasses.replace(told, dtype="bfloat16")
     assert config.mesh.degrees == vars(found.frugal.degrees)
-    for name in ("head_dim", "tied_head", "qk_norm"):
+    for name in ("head_dim", "tied_head", "qk_norm", "attention_gate", "layer_mixers"):
         assert getattr(model, name) == getattr(told, name)
     if kind == "llama":
         other = planned(dataclasses.replace(model, layers=4))
@@ -431,6 +440,7 @@ def test_planner_knows_the_pretrained_models_of_the_program():
     [
         ("gpt_7b", "h200"),
         ("dit_1b", "a100_40"),
+        ("qwen3_5_9b", "h200"),
         (dataclasses.replace(MODELS["llama3_8b"], lora_rank=16), "h100"),
         (dataclasses.replace(MODELS["gpt_7b"], layers=14, windows=(1024, 1024, None)), "h200"),
     ],

@@ -842,7 +842,7 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     fail(OSError(28, "No space left on device"), StorageError, "No space left")
     large = {"norm/scale": np.full(16, 1e6, np.float32)}
     with refused(NonFiniteError, "float16"):
-        writing._write_tensors(large, tmp_path, np.float16, 10**6, LoraConfig())
+        writing._write_tensors(large, tmp_path, np.float16, 10**6, lora=LoraConfig(), mixers=())
 
     # A config.json that is damaged: the base of its positions, say, is in no other file.
     kept = run_dir / "pretrained/config.json"
