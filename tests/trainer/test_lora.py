@@ -23,16 +23,19 @@ from trainer.checkpoints.reading import CheckpointError
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import LoraConfig, RopeConfig
+from trainer.gpt.export import writing
 from trainer.gpt.export.writing import export_run
-from trainer.gpt.lora import peft_config, restore_model
+from trainer.gpt.lora import peft_config, peft_tensors, restore_model
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.parallel import step_sizes
+from trainer.parallel.partition import path_name
 from trainer.parallel.state import bytes_of_device, describe_state
 from trainer.tasks import load_train_config
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")
+EVERY = (*ALL, "out_gate", "decay", "beta")
 CONFIG = make_config(SMALL, seq_len=64, lora=LoraConfig(rank=4, targets=ALL), steps=3)
 
 
@@ -302,3 +305,42 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         export_run(tmp_path, make_config(), tmp_path / "out", merge=True)
     with refused(InputError, "--merge"):
         export_run(tmp_path, lora_config(), tmp_path / "out")
+
+
+@pytest.mark.parametrize("targets", [EVERY, ("key", "out_gate"), ("value", "query", "beta")])
+def test_adapters_of_a_hybrid_are_those_that_are_merged(targets, tmp_path):
+    """Three projections of linear attention are rows of one tensor, with one adapter."""
+    lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
+    config = pretrained.make_config(pretrained.REFERENCES / "qwen3_5", lora=lora)
+    shapes = make_program(config, st.Degrees()).state_shapes.model
+    rng = np.random.default_rng(0)
+    arrays = {
+        path_name(path): rng.normal(size=x.shape).astype(np.float32)
+        for path, x in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    mixers = config.model.layer_mixers
+    for name, of_base in (("base", LoraConfig(rank=1, alpha=1e-30)), ("merged", lora)):
+        (tmp_path / name).mkdir()
+        writing._write_tensors(
+            arrays, tmp_path / name, np.float32, 10**9, lora=of_base, mixers=mixers
+        )
+    base, merged = (load_file(tmp_path / x / "model.safetensors") for x in ("base", "merged"))
+    tensors = peft_tensors(arrays, np.float32, config.model)
+    described = peft_config(config, None, note=print)
+    seen = set()
+    for name in base:
+        key = "base_model.model." + name.removesuffix("weight")
+        module = name.split(".")[-2]
+        if f"{key}lora_A.weight" not in tensors:
+            np.testing.assert_array_equal(base[name], merged[name], err_msg=name)
+            assert module not in described["target_modules"]
+            continue
+        a, b = tensors[f"{key}lora_A.weight"], tensors[f"{key}lora_B.weight"]
+        assert len(a) == described["rank_pattern"].get(module, 2) == b.shape[1]
+        scale = described["alpha_pattern"].get(module, described["lora_alpha"]) / len(a)
+        assert scale == 1.5
+        added = merged[name].astype(np.float64) - base[name]
+        np.testing.assert_allclose(added, scale * (b @ a), atol=1e-4, err_msg=name)
+        seen.add(module)
+    assert seen == set(described["target_modules"])
+    assert len(tensors) == 2 * len([x for x in base if x.split(".")[-2] in seen])

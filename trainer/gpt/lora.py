@@ -6,7 +6,7 @@ PEFT is the library of Hugging Face for adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.gpt.pretrained.families import plain
-from trainer.gpt.pretrained.tensors import OF_LAYER
+from trainer.gpt.pretrained.tensors import TABLES, numbers_of
 from trainer.parallel.partition import ADAPTERS, join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags, settings_of
@@ -97,6 +97,12 @@ def peft_config(
         )
     lora = config.lora
     assert lora.rank is not None, "the caller has looked"
+    modules = _modules(config.model, lora.targets)
+    several = {
+        name: len({path for _, path in rows})
+        for name, rows in modules.items()
+        if len({path for _, path in rows}) > 1
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -104,7 +110,9 @@ def peft_config(
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank,
         "lora_dropout": 0.0,
-        "target_modules": sorted(map(_module, lora.targets)),
+        "rank_pattern": {name: n * lora.rank for name, n in several.items()},
+        "alpha_pattern": {name: n * lora.scale * lora.rank for name, n in several.items()},
+        "target_modules": sorted(modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -126,10 +134,23 @@ def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
         )
 
 
-def _module(target: str) -> str:
-    """The name of a projection in transformers: "q_proj"."""
-    (name,) = (name for path, (name, _) in OF_LAYER.items() if path.endswith(f"/{target}/{KERNEL}"))
-    return name.split(".")[-2]
+def _modules(model: GPTConfig, targets: Collection[str]) -> dict[str, list[tuple[str, str]]]:
+    """The adapted projections by their names in transformers, such as "q_proj".
+
+    Returns:
+        For each, the parts and paths of the weights that are its rows, in their order. The
+        projection to query, key and value of linear attention is one.
+    """
+    found: dict[str, list[tuple[str, str]]] = {}
+    for part, table in TABLES.items():
+        if not numbers_of(model.layer_mixers, part):
+            continue
+        for path, (name, _) in table.items():
+            *_, target, kind = ("", *path.split("/"))
+            module = name.removesuffix(".weight").split(".")[-1]
+            if kind == KERNEL and target in targets and (part, path) not in found.get(module, []):
+                found.setdefault(module, []).append((part, path))
+    return found
 
 
 def is_adapter(path: str) -> bool:
@@ -137,23 +158,64 @@ def is_adapter(path: str) -> bool:
     return path.rpartition("/")[2] in ADAPTERS
 
 
-def peft_tensors(arrays: Mapping[str, Any], dtype: Any) -> dict[str, Shaped[np.ndarray, "..."]]:
+def peft_tensors(
+    arrays: Mapping[str, Any], dtype: Any, model: GPTConfig
+) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
+
+    Where several weights are rows of one tensor, their adapters are one of the sum of their ranks.
 
     Args:
         arrays: the weights of a model by their paths.
         dtype: type of the tensors.
+        model: sizes of the model.
     """
     found = {}
-    for path in filter(is_adapter, arrays):
-        part, _, kind = path.rpartition("/")
-        name, _ = OF_LAYER[f"{part.partition('/')[2]}/{KERNEL}"]
-        name, letter = name.removesuffix(".weight"), kind[-1].upper()
-        for layer, matrix in enumerate(np.asarray(arrays[path])):
-            tensor = _matrix(matrix, kind).T.astype(dtype)
-            key = f"{PREFIX}model.layers.{layer}.{name}.lora_{letter}.weight"
-            found[key] = np.ascontiguousarray(tensor)
+    for part, table in TABLES.items():
+        names = dict.fromkeys(name for path, (name, _) in table.items() if path.endswith(KERNEL))
+        for name in names:
+            rows = [path.removesuffix(f"/{KERNEL}") for path, (x, _) in table.items() if x == name]
+            pairs = [[arrays.get(f"{part}/{path}/{kind}") for kind in ADAPTERS] for path in rows]
+            if all(a is None for a, _ in pairs):
+                continue
+            for place, layer in enumerate(numbers_of(model.layer_mixers, part)):
+                own = [
+                    None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
+                ]
+                both = _joined(own, _outputs(model, rows))
+                for letter, matrix in zip("AB", both, strict=True):
+                    key = name.removesuffix("weight") + f"lora_{letter}.weight"
+                    tensor = matrix.T.astype(dtype)
+                    found[f"{PREFIX}model.layers.{layer}.{key}"] = np.ascontiguousarray(tensor)
     return found
+
+
+def _outputs(model: GPTConfig, rows: Sequence[str]) -> list[int]:
+    """The outputs of the projections whose weights are rows of one tensor."""
+    sizes = model.linear_sizes
+    keys, values = sizes["key_heads"] * sizes["key_dim"], sizes["heads"] * sizes["value_dim"]
+    return [values if path.endswith("value") else keys for path in rows]
+
+
+def _joined(pairs: Sequence[Any], outputs: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The matrices [inputs, rank] and [rank, outputs] of one layer, of those of all its rows.
+
+    A projection without adapters has None; what is added to it is 0.
+    """
+    adapted = [pair for pair in pairs if pair is not None]
+    matrices = [[_matrix(x, kind) for x, kind in zip(x, ADAPTERS, strict=True)] for x in adapted]
+    if len(pairs) == 1:
+        ((a, b),) = matrices
+        return a, b
+    ranks = [b.shape[0] for _, b in matrices]
+    whole = np.zeros((sum(ranks), sum(outputs)), matrices[0][1].dtype)
+    first, blocks = 0, iter(matrices)
+    for pair, start, size in zip(pairs, np.cumsum([0, *outputs]), outputs, strict=False):
+        if pair is not None:
+            b = next(blocks)[1]
+            whole[first : first + len(b), start : start + size] = b
+            first += len(b)
+    return np.concatenate([a for a, _ in matrices], axis=1), whole
 
 
 def _matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inputs outputs"]:

@@ -131,7 +131,7 @@ def export_run(
 
     def write(part: Path) -> None:
         if apart:
-            _write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind)))
+            _write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model))
         else:
             options: dict[str, Any] = {"lora": config.lora, "mixers": config.model.layer_mixers}
             _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, **options)

@@ -86,6 +86,20 @@ AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
 """What has another name in a model that normalises what a block adds, as Gemma does."""
 
 
+TABLES: Mapping[str, Mapping[str, tuple[str, Groups]]] = {
+    ATTENTION: OF_LAYER,
+    LINEAR: {path: x for path, x in OF_LAYER.items() if not path.startswith("attention/")}
+    | dict(OF_LINEAR),
+}
+"""Part of a model -> weight of a layer -> tensor."""
+
+
+def numbers_of(mixers: Sequence[str], part: str) -> list[int]:
+    """The numbers of the layers of a part."""
+    kind = "linear" if part == LINEAR else "attention"
+    return [number for number, mixer in enumerate(mixers) if mixer == kind]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where one weight, or that of all layers together, lies in a checkpoint."""
@@ -157,19 +171,14 @@ def places(
         shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
         mixers: what each layer mixes tokens with; all do with attention if it is left out.
     """
-    of_layer = dict(OF_LAYER)
+    tables = dict(TABLES)
     if any(path.endswith("attention_out_norm/scale") for path in shapes):
-        of_layer |= AFTER_BLOCKS
-    others = {path: x for path, x in of_layer.items() if not path.startswith("attention/")}
-    tables = {ATTENTION: of_layer, LINEAR: {**others, **OF_LINEAR}}
-    numbers = {
-        ATTENTION: [i for i, mixer in enumerate(mixers) if mixer == "attention"],
-        LINEAR: [i for i, mixer in enumerate(mixers) if mixer == "linear"],
-    }
+        tables[ATTENTION] = {**OF_LAYER, **AFTER_BLOCKS}
     for path, shape in shapes.items():
         part, _, rest = path.partition("/")
         if part in tables:
-            table, layers = tables[part], numbers[part] or range(shape[0])
+            table = tables[part]
+            layers = numbers_of(mixers, part) or range(shape[0])
             name, groups = table[rest]
             place = Place(
                 tensors=tuple(f"model.layers.{layer}.{name}" for layer in layers),
