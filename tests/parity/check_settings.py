@@ -41,6 +41,7 @@ LENGTH = 32
 LARGEST_ERROR = 1e-4
 """Of logits, relative to the largest."""
 FULL, SLIDING = "full_attention", "sliding_attention"
+OF_STATES = "linear_attention"
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 LINEAR = dict(rope_type="linear", factor=4.0)
 NESTED = {FULL: dict(LINEAR, rope_theta=1000.0), SLIDING: dict(rope_type="default", rope_theta=9.0)}
@@ -80,6 +81,14 @@ ODD = [
     dict(rms_norm_eps=0.1),
     dict(num_hidden_layers=10**6),
     dict(no_such_key=2.0),
+    dict(layer_types=[FULL, OF_STATES, OF_STATES]),
+    dict(layer_types=[OF_STATES] * 3),
+    dict(full_attention_interval=3),
+    dict(full_attention_interval=7),
+    dict(linear_num_key_heads=3),
+    dict(attn_output_gate=False),
+    dict(rope_parameters=dict(YARN, rope_theta=50.0, partial_rotary_factor=0.5)),
+    dict(rope_parameters=dict(rope_type="default", rope_theta=9.0, mrope_section=[1, 1, 0])),
 ]
 
 
@@ -88,6 +97,9 @@ def settings_of(family):
     base = {"model_type": family, **SIZES}
     if "sliding_window" in FAMILIES[family].keys:
         base["sliding_window"] = 7
+    if FAMILIES[family].hybrid:
+        base |= dict(full_attention_interval=2, linear_num_value_heads=4, linear_num_key_heads=2)
+        base |= dict(linear_key_head_dim=4, linear_value_head_dim=6)
     yield base
     wide = ("hidden_size", "intermediate_size", "num_hidden_layers")
     only = {**ONLY, **FAMILIES[family].only}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import sample
 import startrail_jax as st
@@ -19,7 +19,7 @@ import train
 from configs.gpt import gpt_tiny
 from peak import Peak, needs_linux
 from pretrained import REFERENCES, import_and_export, make_config, reference_of
-from programs import weight_shapes
+from programs import make_program, weight_shapes
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from tests.faults import failures
@@ -35,7 +35,7 @@ from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import describe, read_description
 from trainer.gpt.pretrained.defaults import with_tokenizer
-from trainer.gpt.pretrained.families import plain, to_values
+from trainer.gpt.pretrained.families import family_of, plain, to_values
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.tensors import places
@@ -331,7 +331,7 @@ def test_run_in_the_place_of_a_model_names_the_two_ways_on(tmp_path):
         read_description(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_5"])
 def test_parts_of_weights_are_those_of_the_whole(name):
     config = make_config(REFERENCES / name)
     rng = np.random.default_rng(0)
@@ -339,6 +339,10 @@ def test_parts_of_weights_are_those_of_the_whole(name):
         weight = rng.normal(size=place.shape)
         tensor = place.to_tensor(weight)
         assert tensor.shape == place.tensor_shape
+        if place.rows is not None:  # Of a tensor with other weights too.
+            others = rng.normal(size=place.whole_shape)
+            others[place.rows[0] :][: len(tensor)] = tensor
+            tensor = others
         whole = tuple(slice(0, size) for size in place.shape)
         np.testing.assert_array_equal(place.read(tensor, whole), weight, err_msg=path)
         for _ in range(9):
@@ -964,3 +968,70 @@ def test_two_processes_import_the_same_bits_as_one(tmp_path):
         assert one.arrays == two.arrays
         # Each process has written its own part.
         assert list((tmp_path / "there" / part / "0").rglob("*process_1*"))
+
+
+def folder_of_images(folder, *, tied=True):
+    """The reference of Qwen3.5 as a part of a model of images and text."""
+    folder.mkdir()
+    source = REFERENCES / "qwen3_5"
+    inner = json.loads((source / "config.json").read_text())
+    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    outer |= {"text_config": inner, "vision_config": {"depth": 1}, "tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(source / "model.safetensors")
+    renamed = {f"model.language_model.{x.removeprefix('model.')}": y for x, y in tensors.items()}
+    others = {
+        name: np.zeros(2, np.float32) for name in ("model.visual.norm.weight", "mtp.fc.weight")
+    }
+    save_file(renamed | others, folder / "model.safetensors")
+    return folder
+
+
+def test_text_model_is_taken_of_one_of_images(tmp_path, capsys):
+    folder = folder_of_images(tmp_path / "images")
+    config = make_config(folder)
+    shapes = make_program(config, st.Degrees()).state_shapes.weights
+    with (
+        refused(InputError, "--init-text-only", "1 tensors for images"),
+        open_pretrained(config, shapes),
+    ):
+        pass
+    config = dataclasses.replace(config, init_text_only=True)
+    plain = make_config(REFERENCES / "qwen3_5")
+    with open_pretrained(config, shapes) as images, open_pretrained(plain, shapes) as text:
+        for found, expected in zip(
+            jax.tree.leaves(images.read(shapes)), jax.tree.leaves(text.read(shapes)), strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
+        for part in ("1 tensors model.visual.*", "1 tensors mtp.*"):
+            assert part in images.description
+    run, out = tmp_path / "run", tmp_path / "out"
+    import_pretrained(dataclasses.replace(config, steps=0, run_dir=run, devices=1))
+    export_run(run, load_train_config(run / "config.json"), out)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3_5_text"
+    original = load_file(REFERENCES / "qwen3_5/model.safetensors")
+    exported = load_file(out / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(np.array_equal(x, exported[name]) for name, x in original.items())
+    with refused(InputError, "tie_word_embeddings must be that of text_config"):
+        read_description(folder_of_images(tmp_path / "untied", tied=False))
+    with refused(InputError, "init_text_only needs a pretrained model"):
+        dataclasses.replace(plain, init_from=None, init_text_only=True)
+
+
+def test_hybrids_that_are_no_family_are_not_exported():
+    model = make_config(REFERENCES / "qwen3_5").model
+    assert family_of(model) == "qwen3_5_text"
+    changes = [
+        dict(attention_gate=False), dict(norm_offset=False), dict(windows=(8,)), dict(sinks=True),
+        dict(linear=dataclasses.replace(model.linear, largest_beta=2.0)),
+        dict(linear=dataclasses.replace(model.linear, norm_eps=0.5)),
+        dict(rope=dataclasses.replace(model.rope, bases=("none",))),
+    ]  # fmt: skip
+    for change in changes:
+        with refused(UnsupportedError, "which none of them has together"):
+            family_of(dataclasses.replace(model, **change))
+    # What layers of linear attention have no use for changes nothing.
+    same = dataclasses.replace(model, rope=dataclasses.replace(model.rope, bases=(7.0, 100.0)))
+    assert family_of(same) == "qwen3_5_text"
+    assert plain(same) == plain(model)
