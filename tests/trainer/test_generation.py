@@ -180,7 +180,7 @@ def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
     config = dataclasses.replace(MODEL, layers=12)
     generator = make_generator(st.Degrees.startrail(8, c=2), config=config)
     cache, lengths = cache_shapes(generator, slots=1 << 15)
-    of_cache = sum(x.size * x.dtype.itemsize for x in cache)
+    of_cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert of_cache == 2 * 12 * 2 * (1 << 15) * 2 * 4 * 4
     lowered = generator.decode.lower(generator.weight_shapes, cache, lengths, lengths)
     memory = lowered.compile().memory_analysis()
@@ -193,10 +193,12 @@ def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
 def test_cache_is_in_the_type_of_the_activations_and_holds_no_head_twice():
     config = dataclasses.replace(MODEL, kv_heads=1, dtype="bfloat16")
     cache, _ = cache_shapes(make_generator(st.Degrees(head=4), config=config), slots=64)
-    assert [(x.shape, x.dtype.name) for x in cache] == [((2, 2, 64, 1, 4), "bfloat16")] * 2
+    assert [(x.shape, x.dtype.name) for x in cache["blocks"]] == [
+        ((2, 2, 64, 1, 4), "bfloat16")
+    ] * 2
     # Both devices along tensor have the head.
     cache, _ = cache_shapes(make_generator(st.Degrees(head=2, tensor=2), config=config), slots=64)
-    assert {x.shape for x in cache} == {(2, 2, 64, 2, 4)}
+    assert {x.shape for x in cache["blocks"]} == {(2, 2, 64, 2, 4)}
 
 
 def cache_shapes(generator, slots):
