@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
@@ -36,6 +37,40 @@ TINY = (
     "--sample-length 0 --no-tensorboard"
 )
 REPOSITORY = Path(st.__file__).parents[1]
+
+
+def learnable_tokens(config, step, end):
+    """Tokens [batch, seq + 1]: each is the one before plus 0, 1 or 2, or `end` of a document."""
+    rng = np.random.default_rng(step)
+    steps = rng.integers(3, size=(config.batch_size, config.seq_len + 1))
+    tokens = 8 + np.cumsum(steps, axis=1) % (config.model.vocab_size - 8)
+    return np.where(rng.random(tokens.shape) < 0.03, end, tokens)
+
+
+def train_steps(program, state, batches):
+    """Losses and gradient norms of a step for each batch, and the state after the last."""
+    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
+    losses = []
+    for batch in batches:
+        state, metrics = program.train_step(state, batch)
+        assert metrics.finite
+        losses.append((float(metrics.loss), float(metrics.gradient_norm)))
+    return np.array(losses), state
+
+
+def saved_by_layers(jaxpr, turns):
+    """What the first loop over layers, of so many turns, gives the backward pass: shapes."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and equation.params["length"] == turns:
+            count, inner = equation.params["num_carry"], equation.params["jaxpr"].jaxpr
+            # Some results are the same array twice.
+            return [*{id(x): x.aval for x in inner.outvars[count:]}.values()]
+        for value in equation.params.values():
+            for part in value if isinstance(value, list | tuple) else [value]:
+                part = getattr(part, "jaxpr", part)
+                if hasattr(part, "eqns") and (found := saved_by_layers(part, turns)):
+                    return found
+    return []
 
 
 def run_python(*arguments, **options):

@@ -261,9 +261,16 @@ class LinearAttention(Sharded):
         self, query: Array, key: Array, value: Array, decay: Array, beta: Array, *, state: Array
     ) -> tuple[Array, Array]:
         """Computes one device's part of `decode`, as `local` does that of a call."""
-        heads = state.shape[1] * self.degrees.tensor
-        given = [query, key, value, decay, beta]
-        tokens = self._tokens(heads, tuple(x.shape[2] * self.degrees.tensor for x in given), *given)
+        given = (query, key, value, decay, beta)
+        counts = tuple(x.shape[2] * self.degrees.tensor for x in given)
+        return self._decode_on_device(max(counts), counts, *given, state)
+
+    def _decode_on_device(
+        self, heads: int, counts: tuple[int, ...], *arrays: Any
+    ) -> tuple[Array, Array]:
+        """What one device computes of `decode`."""
+        *given, state = arrays
+        tokens = self._tokens(heads, counts, *given)
         return decode(self._call(heads, tokens[0].shape[3]), state, *tokens)
 
     def conv_local(
@@ -586,13 +593,8 @@ def _run_decode(attention: LinearAttention, heads: int, *arrays: Any) -> tuple[A
     def spec(heads: int, ndim: int) -> PartitionSpec:
         return PartitionSpec(data, None, *attention.heads_spec(heads, ndim)[2:])
 
-    def on_device(*arrays: Any) -> tuple[Array, Array]:
-        *given, state = arrays
-        tokens = attention._tokens(heads, counts, *given)
-        return decode(attention._call(heads, tokens[0].shape[3]), state, *tokens)
-
     return jax.shard_map(
-        on_device,
+        functools.partial(attention._decode_on_device, heads, counts),
         mesh=attention.mesh,
         in_specs=(
             *(None if x is None else spec(x.shape[2], x.ndim) for x in arrays[:5]),

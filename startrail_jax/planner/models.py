@@ -53,6 +53,8 @@ class LayerKind:
     count: int
     projections: Mapping[str, tuple[int, int]]
     """Inputs and outputs of each matrix, by which a token is multiplied."""
+    heads: int
+    """Heads of the output."""
     key_heads: int
     of_keys: tuple[str, ...]
     """The projections to key heads: whole on a device, if there are fewer than `tensor`."""
@@ -247,7 +249,7 @@ class ModelSizes:
                 **{"decay": (width, linear.heads), "beta": (width, linear.heads)},
             }
             others += linear.conv * linear.channels + 2 * linear.heads + linear.value_dim
-            key_heads, of_keys = linear.key_heads, ("query", "key")
+            heads, key_heads, of_keys = linear.heads, linear.key_heads, ("query", "key")
             # Joined, convolved and normalised; then the output is normalised and multiplied.
             moved = 6 * linear.channels + 4 * values
         else:
@@ -257,7 +259,7 @@ class ModelSizes:
                 **{"key": (width, keys), "value": (width, keys), "out": (queries, width)},
             }
             others += 2 * self.head_dim * self.qk_norm
-            key_heads, of_keys = self.kv_heads, ("key", "value")
+            heads, key_heads, of_keys = self.heads, self.kv_heads, ("key", "value")
             moved = 2 * (queries + keys) + 3 * queries * self.attention_gate
         if self.mlp_matrices == 3:
             projections["gate"] = (width, mlp)
@@ -267,6 +269,7 @@ class ModelSizes:
             mixer=mixer,
             count=count,
             projections=projections,
+            heads=heads,
             key_heads=key_heads,
             of_keys=of_keys,
             others=others,

@@ -28,10 +28,10 @@ _FLOAT32 = 4
 _ADAM_BYTES = 28
 """Bytes that AdamW reads and writes for each weight: weight, two moments and gradient."""
 _LARGEST_TILE = 2048
-_LINEAR_FORWARD_STATES, _LINEAR_STATES = 1.9, (7.1, 9.0)
-"""Bytes that linear attention moves in a forward pass, and in both passes without and with a second
-forward pass: in states [key_dim, value_dim] of each token and head, of float32. An H200 took 13.8
-and 50.8 ms for 16,384 tokens with 32 states [128, 128]."""
+_LINEAR_FORWARD_STATES, _LINEAR_STATES = 1.9, 7.1
+"""Bytes that linear attention moves in a forward pass, and in both passes: in states [key_dim,
+value_dim] of each token and head, of float32. An H200 took 13.8 and 50.8 ms for 16,384 tokens with
+32 states [128, 128]."""
 
 # What adds up to the seconds of a step.
 COMPUTE = (
@@ -157,7 +157,7 @@ class Step:
         backs = [x + y for x, y in zip(layer, again, strict=True)]
         return {
             "attention": compute,
-            "linear attention": self._linear(_LINEAR_STATES[0 if not repeats else 1]),
+            "linear attention": self._linear(_LINEAR_STATES + repeats * _LINEAR_FORWARD_STATES),
             "products": self._of_layers(products) + head,
             "other kernels": self._between,
             "recomputation": self._of_layers(again) + repeats * forward.compute,
@@ -318,10 +318,7 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
     def taken(size: int) -> np.ndarray:
         return ((tensor > 1) | (size % settings.replicas > 0)).astype(np.int64)
 
-    heads = {"attention": model.heads, "linear": model.linear and model.linear.heads}
-    outs = sum(
-        kind.count * taken(heads[kind.mixer] or 1) * kind.weights("out") for kind in model.kinds
-    )
+    outs = sum(kind.count * taken(kind.heads) * kind.weights("out") for kind in model.kinds)
     down = taken(model.mlp_width) * (model.width * model.mlp_width)
     return (outs + model.layers * down) // tensor
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from programs import make_dit_config
+from programs import make_dit_config, train_steps
 from programs import make_program as program_of
 from trainer.data.batches import NO_EXAMPLE, place
 from trainer.dit.batches import image_batch
@@ -52,13 +52,7 @@ def initial_state(config):
 
 def train(program, state, steps=STEPS, batch=batch):
     """Losses and gradient norms of every step, and the state after the last."""
-    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
-    losses = []
-    for step in range(steps):
-        state, metrics = program.train_step(state, batch(program, step))
-        assert metrics.finite
-        losses.append((float(metrics.loss), float(metrics.gradient_norm)))
-    return np.array(losses), state
+    return train_steps(program, state, (batch(program, step) for step in range(steps)))
 
 
 @pytest.fixture(scope="module")

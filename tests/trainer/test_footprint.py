@@ -12,7 +12,14 @@ import pytest
 
 import startrail_jax as st
 from configs import RECIPES
-from programs import compile_gradients, compile_step, make_config, make_dit_config, make_program
+from programs import (
+    compile_gradients,
+    compile_step,
+    make_config,
+    make_dit_config,
+    make_program,
+    saved_by_layers,
+)
 from startrail_jax.planner import step as planner_step
 from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
 from startrail_jax.planner.models import MODELS
@@ -172,22 +179,6 @@ def test_saved_by_remat():
     assert saved("attention_saved", offload=True).host_bytes == 2 * unit + lse
 
 
-def stacked(jaxpr, layers):
-    """Bytes of what the first loop over the layers gives the backward pass, apart from weights."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan" and equation.params["length"] == layers:
-            count, inner = equation.params["num_carry"], equation.params["jaxpr"].jaxpr
-            # Some results are the same array twice.
-            found = {id(x): x.aval for x in inner.outvars[count:]}.values()
-            return sum(x.size * x.dtype.itemsize for x in found)
-        for value in equation.params.values():
-            for part in value if isinstance(value, list | tuple) else [value]:
-                part = getattr(part, "jaxpr", part)
-                if hasattr(part, "eqns") and (size := stacked(part, layers)):
-                    return size
-    return 0
-
-
 @pytest.mark.parametrize("kind", ["gpt", "dit"])
 @pytest.mark.parametrize(
     ("zero", "degrees", "chunks"),
@@ -214,7 +205,8 @@ def test_what_a_layer_saves(remat, kind, zero, degrees, chunks):
         program = make_program(config, degrees)
         step = program.train_step.__wrapped__
         jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)
-        saved = 5 * stacked(jaxpr.jaxpr, 5)
+        arrays = saved_by_layers(jaxpr.jaxpr, 5)  # Apart from weights.
+        saved = 5 * sum(x.size * x.dtype.itemsize for x in arrays)
         formula = footprint(config, degrees)["saved for the backward pass"]
         # Vectors, such as the log-sum-exp, are left out, and a rotated key may be float32.
         assert formula == pytest.approx(saved, rel=0.04)

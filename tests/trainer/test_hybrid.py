@@ -10,12 +10,21 @@ from flax import nnx
 
 import startrail_jax as st
 from models.hooks import Hooks
-from programs import SMALL, make_config
+from programs import SMALL, learnable_tokens, make_config, saved_by_layers, train_steps
 from programs import make_program as program_of
+from refusals import refused
+from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import DataConfig, LinearConfig, LoraConfig, RopeConfig, attention_of
+from trainer.gpt.config import (
+    DataConfig,
+    GPTConfig,
+    LinearConfig,
+    LoraConfig,
+    RopeConfig,
+    attention_of,
+)
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling
@@ -48,14 +57,15 @@ def make_program(degrees, **changes):
     return program_of(dataclasses.replace(CONFIG, **changes), degrees)
 
 
-def batch(program, step):
-    """Text that can be learned: each token is the one before plus 0, 1 or 2, or an end."""
-    rng = np.random.default_rng(step)
-    steps = rng.integers(3, size=(CONFIG.batch_size, CONFIG.seq_len + 1))
-    tokens = 8 + np.cumsum(steps, axis=1) % (CONFIG.model.vocab_size - 8)
-    tokens = np.where(rng.random(tokens.shape) < 0.03, END, tokens)
-    made = next_token_batch(tokens, layout=program.attention.layout, end_of_document=END)
-    return place(made, program.batch_sharding)
+def losses_of(program, state):
+    """Losses and gradient norms of all steps."""
+
+    def batch(step):
+        tokens = learnable_tokens(CONFIG, step, END)
+        made = next_token_batch(tokens, layout=program.attention.layout, end_of_document=END)
+        return place(made, program.batch_sharding)
+
+    return train_steps(program, state, map(batch, range(STEPS)))[0]
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +73,9 @@ def initial_state():
     return jax.device_get(make_program(st.Degrees()).initialise())
 
 
-def losses_of(program, state, steps):
-    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
-    losses = []
-    for step in range(steps):
-        state, metrics = program.train_step(state, batch(program, step))
-        assert metrics.finite
-        losses.append((float(metrics.loss), float(metrics.gradient_norm)))
-    return np.array(losses)
-
-
 @pytest.fixture(scope="module")
 def one_device(initial_state):
-    return losses_of(make_program(st.Degrees()), initial_state, STEPS)
+    return losses_of(make_program(st.Degrees()), initial_state)
 
 
 SETTINGS = {
@@ -99,7 +99,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_mesh_gives_the_losses_of_one_device(name, initial_state, one_device):
     degrees, changes = SETTINGS[name]
-    found = losses_of(make_program(degrees, **changes), initial_state, STEPS)
+    found = losses_of(make_program(degrees, **changes), initial_state)
     np.testing.assert_allclose(found, one_device, rtol=1e-4)
     np.testing.assert_allclose(found[:, 0], one_device[:, 0], rtol=1e-5)
     assert one_device[-1, 0] < one_device[0, 0] - 0.5
@@ -149,20 +149,6 @@ def test_greedy_tokens_are_the_likeliest_of_whole_forward_passes(degrees, initia
     assert len(set(found.ravel().tolist())) > 4
 
 
-def saved_by_layers(jaxpr, turns):
-    """Shapes and types of what the first loop over layers gives its backward pass."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan" and equation.params["length"] == turns:
-            count, inner = equation.params["num_carry"], equation.params["jaxpr"].jaxpr
-            return {id(x): x.aval for x in inner.outvars[count:]}.values()
-        for value in equation.params.values():
-            for part in value if isinstance(value, list | tuple) else [value]:
-                part = getattr(part, "jaxpr", part)
-                if hasattr(part, "eqns") and (found := saved_by_layers(part, turns)):
-                    return found
-    return ()
-
-
 @pytest.mark.parametrize("degrees", [st.Degrees(ring=4), st.Degrees(group=2, team=2, tensor=2)])
 @pytest.mark.parametrize(
     "remat", ["full", "attention_saved", "projections_saved", "products_saved"]
@@ -196,3 +182,9 @@ def test_sizes_of_the_planner_are_those_of_the_weights():
     pairs = 12 * 8 * 4 * sum(range(1, 65)) / 64 * 2
     products = 2 * (2 * (sizes.matrices + 24 * 48) + 3 * adapters)
     assert sizes.flops_per_token(64) == pytest.approx(states + pairs + products, rel=1e-12)
+
+
+@pytest.mark.parametrize("mixers", [("linear",), (), ("linear",) * 8 + ("attention",)])
+def test_a_model_has_a_layer_with_attention(mixers):
+    with refused(InputError, "model.mixers must"):
+        GPTConfig(**HYBRID | {"mixers": mixers})

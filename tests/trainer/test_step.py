@@ -16,7 +16,7 @@ from flax import nnx
 import fake_cudnn
 import startrail_jax as st
 from models.gpt import GPT
-from programs import SMALL, make_config
+from programs import SMALL, learnable_tokens, make_config, train_steps
 from programs import make_program as program_of
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
@@ -37,11 +37,7 @@ def make_program(degrees, **changes):
 
 
 def windows(step):
-    """Text that can be learned: each token is the one before plus 0, 1 or 2, or an end."""
-    rng = np.random.default_rng(step)
-    steps = rng.integers(3, size=(CONFIG.batch_size, CONFIG.seq_len + 1))
-    tokens = 8 + np.cumsum(steps, axis=1) % (CONFIG.model.vocab_size - 8)
-    return np.where(rng.random(tokens.shape) < 0.03, END, tokens)
+    return learnable_tokens(CONFIG, step, END)
 
 
 def batch(program, step, end=END):
@@ -73,12 +69,8 @@ def losses_of(program, state, steps=STEPS):
         placed(state, program.state_shapes), uneven._replace(weights=uneven.weights * weights)
     )
     losses = [(float(metrics.loss), float(metrics.gradient_norm))]
-    state = placed(state, program.state_shapes)
-    for step in range(steps):
-        state, metrics = program.train_step(state, batch(program, step))
-        assert metrics.finite
-        losses.append((float(metrics.loss), float(metrics.gradient_norm)))
-    return np.array(losses)
+    others, _ = train_steps(program, state, (batch(program, step) for step in range(steps)))
+    return np.array([*losses, *others])
 
 
 @pytest.fixture(scope="module")

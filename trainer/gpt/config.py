@@ -240,10 +240,10 @@ class GPTConfig:
                     f"model.{name} must have no more entries than the model has layers; got "
                     f"{name}={given}, layers={self.layers}. Leave the last ones out."
                 )
-        if not self.mixers:
+        if "attention" not in self.layer_mixers:
             raise InputError(
-                "model.mixers must name attention or linear for one or more layers; got none. "
-                "Leave it out for attention alone."
+                "model.mixers must give one layer or more attention; got "
+                f"mixers={self.mixers}, layers={self.layers}. Leave it out for attention alone."
             )
         channels = self.rope.channels
         if channels is not None and (channels % 2 or not 2 <= channels <= self.head_dim):
@@ -329,7 +329,7 @@ class GPTConfig:
 
 def _of_layers(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:
     """The entries of a list that repeats, for each layer; None for the word."""
-    entries = (pattern[i % len(pattern)] for i in range(layers))
+    entries = (pattern[i % len(pattern)] for i in range(layers if pattern else 0))
     return tuple(None if entry == "none" else entry for entry in entries)
 
 

@@ -98,11 +98,7 @@ def peft_config(
     lora = config.lora
     assert lora.rank is not None, "the caller has looked"
     modules = _modules(config.model, lora.targets)
-    several = {
-        name: len({path for _, path in rows})
-        for name, rows in modules.items()
-        if len({path for _, path in rows}) > 1
-    }
+    several = {name: len(rows) for name, rows in modules.items() if len(rows) > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -134,22 +130,20 @@ def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
         )
 
 
-def _modules(model: GPTConfig, targets: Collection[str]) -> dict[str, list[tuple[str, str]]]:
+def _modules(model: GPTConfig, targets: Collection[str]) -> dict[str, set[str]]:
     """The adapted projections by their names in transformers, such as "q_proj".
 
     Returns:
-        For each, the parts and paths of the weights that are its rows, in their order. The
-        projection to query, key and value of linear attention is one.
+        For each, the weights that are its rows, by their paths in a layer. The projection to query,
+        key and value of linear attention is one.
     """
-    found: dict[str, list[tuple[str, str]]] = {}
+    found: dict[str, set[str]] = {}
     for part, table in TABLES.items():
-        if not numbers_of(model.layer_mixers, part):
-            continue
-        for path, (name, _) in table.items():
-            *_, target, kind = ("", *path.split("/"))
-            module = name.removesuffix(".weight").split(".")[-1]
-            if kind == KERNEL and target in targets and (part, path) not in found.get(module, []):
-                found.setdefault(module, []).append((part, path))
+        if numbers_of(model.layer_mixers, part):
+            for path, (name, _) in table.items():
+                *_, target, kind = ("", *path.split("/"))
+                if kind == KERNEL and target in targets:
+                    found.setdefault(name.split(".")[-2], set()).add(path)
     return found
 
 

@@ -214,11 +214,12 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         mlp_width=read.intermediate_size,
         tied_head=read.tie_word_embeddings,
         qkv_bias=family.qkv_bias,
-        **{"qk_norm": family.qk_norm, **options},
+        qk_norm=family.qk_norm,
         norm_eps=read.rms_norm_eps,
         rope=rope,
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
         windows=pattern(windows),
+        **options,
     )
     simple = plain(model)
     # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.

@@ -23,7 +23,7 @@ OTHERS = {
 }
 HYBRID = {"attention_gate": False, "mixers": ("attention",)}
 """Options that no other models than hybrids have."""
-QWEN_HYBRID = {"attention_gate": True, "qk_norm": True, "norm_offset": True}
+QWEN_HYBRID = {"attention_gate": True, "norm_offset": True}
 """Options of a Qwen3.5, beside its linear attention and the channels that turn."""
 """Options of all other families."""
 OF_FAMILIES = ("sinks", "qkv_bias", "qk_norm", "windows")
@@ -164,14 +164,14 @@ def _is_hybrid(model: GPTConfig) -> bool:
 
 def _is_qwen_hybrid(model: GPTConfig) -> bool:
     """Whether a hybrid is a Qwen3.5."""
-    options = OTHERS | QWEN_HYBRID | {"qkv_bias": False}
-    linear = plain(model).linear
+    options = OTHERS | QWEN_HYBRID | {"qk_norm": True, "qkv_bias": False}
+    simple = plain(model)
     return (
         all(getattr(model, name) == value for name, value in options.items())
-        and (linear.largest_beta, linear.norm_eps) == (1.0, None)
-        and len({*model.of_attention(model.layer_bases)} | {*model.attention_windows}) == 2
-        and None in model.attention_windows
-        and None not in model.of_attention(model.layer_bases)
+        and (simple.linear.largest_beta, simple.linear.norm_eps) == (1.0, None)
+        and simple.windows == ("none",)
+        and len(simple.rope.bases) == 1
+        and simple.rope.bases != ("none",)
     )
 
 
