@@ -14,10 +14,9 @@ import pytest
 
 PACKAGES = ("startrail_jax", "models", "trainer")
 SIMULATED_DEVICES = 64
-# The only reasons to skip: a machine that lets nobody emulate others, and large packages, which
-# steps of `.ci/run` install.
+# The only reasons to skip: large packages, which steps of `.ci/run` install.
 ALLOWED_SKIPS = (
-    *("needs network namespaces", "needs jax-cuda13-pjrt", "needs fa4-jax"),
+    *("needs jax-cuda13-pjrt", "needs fa4-jax"),
     *("needs wandb", "needs mlflow"),
     "this Flax has no is_causal",
 )

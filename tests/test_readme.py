@@ -22,7 +22,6 @@ import yaml
 import linear_oracle
 import oracle
 import startrail_jax
-from benchmarks import figure
 from configs import RECIPES
 from programs import check_first_step
 from train import read_command_line
@@ -346,7 +345,3 @@ def test_reference_has_every_public_name():
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             if path.stem not in UNLISTED:
                 assert f".. automodule:: {module}\n" in reference, module
-
-
-def test_figure_is_drawn_from_the_results():
-    assert figure.SVG.read_text() == figure.draw((ROOT / "benchmarks" / "RESULTS.md").read_text())

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import startrail_jax as st
-from benchmarks.cluster.rounds import Processes, Timed
+from benchmarks.cluster.rounds import Timed, largest
 from benchmarks.cluster.settings import ClusterSettings
 from benchmarks.schemes import Scheme
 from startrail_jax import masks, testing
@@ -31,14 +31,12 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the devices are, and which of their ports count."""
+    """Where the devices are."""
 
     devices: tuple[Any, ...]
     """All devices, node by node."""
     devices_per_node: int
     """Number of devices of a node."""
-    rails: bool
-    """Whether each device has a port of its own."""
 
     @property
     def nodes(self) -> list[int]:
@@ -58,7 +56,7 @@ class Place:
     def received(
         self, degrees: st.Degrees, order: tuple[str, ...], sent: Callable[[Any], Messages]
     ) -> float:
-        """Bytes that the busiest port receives; NaN if an algorithm is not known.
+        """Bytes that the busiest node receives; NaN if an algorithm is not known.
 
         Args:
             degrees, order: those of the mesh.
@@ -70,7 +68,7 @@ class Place:
             traffic = sent(algorithms).through(node_grid(degrees, order, self.nodes).ravel())
         except UnsupportedError:  # The algorithm for such groups is not known here.
             return math.nan
-        return max(traffic.received_by_device) if self.rails else traffic.port_received_bytes
+        return traffic.port_received_bytes
 
 
 class AttentionCalls:
@@ -79,13 +77,11 @@ class AttentionCalls:
     Args:
         settings: sizes.
         place: the devices.
-        processes: the processes that share them.
     """
 
-    def __init__(self, settings: ClusterSettings, place: Place, processes: Processes) -> None:
+    def __init__(self, settings: ClusterSettings, place: Place) -> None:
         self._settings = settings
         self.place = place
-        self._processes = processes
         self._reference: tuple[dict[str, np.ndarray], float] | None = None
 
     @functools.cached_property
@@ -140,7 +136,7 @@ class AttentionCalls:
             out, pull = jax.vjp(attention, q, k, v)
             return out, *pull(dout)
 
-        program, _ = self._processes.compile(jax.jit(both_passes), arrays, RESULTS)
+        program = jax.jit(both_passes).lower(*arrays).compile()
         error, tolerance = self._error(attention, program(*arrays))
         return Timed(
             name=scheme.name,
@@ -155,15 +151,15 @@ class AttentionCalls:
 
     def _error(self, attention: st.Attention, results: tuple[Any, ...]) -> tuple[float, float]:
         """The largest error of any process, and the largest that is allowed."""
-        found = self._reference or self._processes.once(lambda: _reference(attention, self._inputs))
-        self._reference = reference, tolerance = found
+        self._reference = self._reference or _reference(attention, self._inputs)
+        reference, tolerance = self._reference
         worst = 0.0 if reference else math.nan
         for result, right in zip(results, reference.values(), strict=bool(reference)):
-            largest, right = np.abs(right).max(), attention.layout.permute(right)
+            scale, right = np.abs(right).max(), attention.layout.permute(right)
             for shard in result.addressable_shards:
                 apart = np.abs(np.asarray(shard.data, np.float64) - right[shard.index]).max()
-                worst = max(worst, apart / largest)
-        return self._processes.largest([worst])[0], tolerance
+                worst = max(worst, apart / scale)
+        return largest([worst])[0], tolerance
 
 
 def _reference(

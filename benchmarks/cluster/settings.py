@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.cluster.nodes import Topology
 from benchmarks.schemes import Scheme, read_scheme
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
@@ -20,8 +19,8 @@ TRAIN_DEFAULT = "train-default"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSettings(Topology):
-    """What to time, and on which cluster. The topology is that of emulated nodes."""
+class ClusterSettings:
+    """What to time."""
 
     schemes: tuple[str, ...] = ("ring", TRAIN_DEFAULT)
     """What to time, such as "ring", "startrail-2", "team-4" or "group=2,ring=4,team=2", or
@@ -52,7 +51,6 @@ class ClusterSettings(Topology):
     """Number of rounds; each times all rows once, in turn."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         sizes = ("batch_size", "seq_len", "heads", "head_dim", "layers")
         for name in (*sizes, "kv_heads", "window", "rounds"):
             if getattr(self, name) is not None:
@@ -101,7 +99,7 @@ class ClusterSettings(Topology):
 
         Args:
             nodes: the node of each device.
-            platform: platform of the devices; those of emulated nodes are CPUs.
+            platform: platform of the devices.
 
         Raises:
             ValueError: as `read_scheme`.

@@ -12,7 +12,7 @@ import numpy as np
 
 import startrail_jax as st
 from benchmarks.cluster.attention import AttentionCalls
-from benchmarks.cluster.rounds import Processes, Timed
+from benchmarks.cluster.rounds import Timed
 from benchmarks.cluster.settings import LOCAL_LAYERS, ClusterSettings
 from benchmarks.schemes import Scheme
 from startrail_jax.analysis.messages import read_messages
@@ -23,7 +23,7 @@ from trainer.dit.batches import Grid, ImageBatch
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
-from trainer.parallel.step import Program, StepMetrics
+from trainer.parallel.step import Program
 from trainer.tasks import TASKS
 
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-3}
@@ -39,15 +39,11 @@ class TrainingSteps:
         kind: "gpt" or "dit".
         settings: sizes of the model's attention.
         calls: the calls of its attention, which know the devices.
-        processes: the processes that share them.
     """
 
-    def __init__(
-        self, kind: str, settings: ClusterSettings, calls: AttentionCalls, processes: Processes
-    ) -> None:
+    def __init__(self, kind: str, settings: ClusterSettings, calls: AttentionCalls) -> None:
         self._kind = kind
         self._calls = calls
-        self._processes = processes
         self._first_loss: float | None = None
         self._tolerance = LOSS_TOLERANCE[settings.dtype]
         self.config = train_config(kind, settings)
@@ -62,9 +58,8 @@ class TrainingSteps:
         program = Program(self.config, attention, objective)
         batch = put(random_batch(self.config, attention.layout), program.batch_sharding)
         state = random_state(program)
-        number: Any = 0.0
-        out = (state, StepMetrics(*4 * (number,)))
-        step, text = self._processes.compile(program.train_step, (state, batch), out)
+        step = program.train_step.lower(state, batch).compile()
+        sent = partial(read_messages, step.as_text())
 
         def take() -> float:
             nonlocal state
@@ -78,10 +73,8 @@ class TrainingSteps:
             name=scheme.name,
             what=TITLES[self._kind],
             run=take,
-            # Counted in the program, which process 0 has: a step sends more than attention does.
-            expected=place.received(scheme.degrees, order, partial(read_messages, text))
-            if text
-            else math.nan,
+            # Counted in the program: a step sends more than attention does.
+            expected=place.received(scheme.degrees, order, sent),
             error=abs(loss - first) / abs(first),
             tolerance=self._tolerance,
         )
