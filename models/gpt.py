@@ -30,7 +30,7 @@ from models.gated_delta import GatedDeltaNet, GatedDeltaSizes
 from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, MakeNorm, make_norm, projected
 from models.linear import linear, project_to_rows
-from models.periods import LINEAR, Kind, Stretch, kinds_of_layers, stretches
+from models.periods import LINEAR, Kind, Stretch, kinds_of_layers, layer_of, stretches
 from models.rope import Rope
 
 Mixer = GPTAttention | GatedDeltaNet
@@ -259,8 +259,8 @@ class GPT(nnx.Module):
 
             def step(carry: Any, inputs: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
                 x, caches = carry
-                for kind, (own, number) in stretch.each(inputs):
-                    cache = caches[kind.part]
+                for kind, entry in stretch.each(inputs):
+                    (own, number), cache = layer_of(entry), caches[kind.part]
                     x, cache = layers[kind](own, x, rotations[kind.rope], number, cache)
                     caches = {**caches, kind.part: cache}
                 return (x, caches), None

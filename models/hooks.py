@@ -8,11 +8,16 @@ from typing import Any
 
 from jaxtyping import Array
 
+from models.periods import ATTENTION, layer_of
 from startrail_jax.errors import InputError
 
 
-def _unchanged(x: Any, part: str = "blocks") -> Any:
+def _unchanged(x: Any) -> Any:
     return x
+
+
+def _run_layer(layer: Callable[..., Any], part: str = ATTENTION) -> Callable[..., Any]:
+    return lambda weights, *arguments: layer(layer_of(weights), *arguments)
 
 
 def _no_linear_attention(rule: str) -> Any:
@@ -30,10 +35,10 @@ class Hooks:
     the compiler divides the work.
     """
 
-    wrap_layer: Callable[..., Callable[..., Any]] = _unchanged
-    """Wraps the function of one layer, (weights, x, ...) -> x or -> (x, cache): it gathers sharded
-    weights, and rematerialises. Its second argument is the part of the model with the weights of
-    the layer; the default is `blocks`."""
+    wrap_layer: Callable[..., Callable[..., Any]] = _run_layer
+    """Wraps the function of one layer, (weights, x, ...) -> x or -> (x, cache): it takes the
+    weights by `layer_of`, gathers sharded ones, and rematerialises. Its second argument is the part
+    of the model with the weights of the layer; the default is `blocks`."""
     tiled: Callable[[Callable[..., Array]], Callable[..., Array]] = _unchanged
     """Wraps a function of arrays [B T ...] that treats each token by itself, so that it can run on
     a few tokens at a time."""

@@ -6,14 +6,13 @@ compiled once, however deep the model is.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from models.rope import Rope
 from startrail_jax.planner.layers import loops_of
@@ -69,23 +68,38 @@ class Stretch:
         return Counter(kind.part for kind in self.kinds)
 
     def each(self, group: Any) -> Iterator[tuple[Kind, Any]]:
-        """Each layer of a group, with its part of the arrays of `grouped` at one turn."""
+        """Each layer of a group, with its part of the arrays of `grouped` at one turn.
+
+        `layer_of` takes the arrays of the layer out of that part.
+        """
         if len(self.kinds) == 1:
             yield self.kinds[0], group[self.kinds[0].part]
             return
-        # A split, and no indices: the gradients of its parts are joined by one concatenation. Those
-        # of indices would each be filled up with zeros to the size of all, and added.
-        layers = {part: _layers(group[part], own) for part, own in self._counts.items()}
+        layers = {part: itertools.count() for part in self._counts}
         for kind in self.kinds:
-            yield kind, next(layers[kind.part])
+            yield kind, LayerOfGroup(group[kind.part], next(layers[kind.part]))
 
 
-def _layers(group: Any, count: int) -> Iterator[Any]:
-    """The layers of one part of a group, in their order."""
-    leaves, structure = jax.tree.flatten(group)
-    parts = [lax.split(jnp.asarray(x), [1] * count) for x in leaves]
-    for i in range(count):
-        yield jax.tree.unflatten(structure, [lax.squeeze(part[i], [0]) for part in parts])
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerOfGroup:
+    """A layer of a group, whose arrays nothing has copied yet."""
+
+    group: Any
+    """Arrays [layers of the group, ...]."""
+    index: int = field(metadata={"static": True})
+    """Which of them."""
+
+
+def layer_of(weights: Any) -> Any:
+    """The arrays of a layer that `Stretch.each` gave.
+
+    Where a layer is rematerialised, this belongs inside: what it saves for its backward pass are
+    then the arrays of the loop, which exist already, and no copies of its layers.
+    """
+    if not isinstance(weights, LayerOfGroup):
+        return weights
+    return jax.tree.map(lambda x: x[weights.index], weights.group)
 
 
 def kinds_of_layers(

@@ -23,7 +23,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
 from startrail_jax.linear.cost import communication_of_states
 from startrail_jax.linear.explain import LinearExplanation
-from startrail_jax.linear.halo import begins, wide, with_tokens_before
+from startrail_jax.linear.halo import begins, kept, with_tokens_before
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
 from startrail_jax.linear.sizes import LayerSizes, StateSizes
@@ -218,14 +218,14 @@ class LinearAttention(Sharded):
         call = self._call(heads, tokens[0].shape[3])
         line, fresh = call.line, jnp.zeros((b, t), bool)
         if ids is not None:
-            tokens = [jnp.where(wide(ids >= 0, x), x, 0) for x in tokens]
+            tokens = [kept(ids >= 0, x) for x in tokens]
             behind = with_tokens_before(ids, ids[:, :1], line.axis, zigzag=line.zigzag)
             fresh = begins(behind).reshape(b, t)
         if state is None:
             state = jnp.zeros((b, call.heads, *(x.shape[3] for x in tokens[::2][:2])), jnp.float32)
         out, last = linear_attention(call, vary(state, *line.axis.names), fresh, *tokens)
         if ids is not None:  # For the gradients: what comes from padding goes nowhere.
-            out = jnp.where(wide(ids >= 0, out), out, 0)
+            out = kept(ids >= 0, out)
         return out, collectives.total(last, line.axis) if returns_state else None
 
     def local(
@@ -283,25 +283,29 @@ class LinearAttention(Sharded):
     ) -> Any:
         """Computes one device's part of `causal_conv`, as `local` does that of a call."""
         first = jnp.zeros((x.shape[0], kernel.shape[0] - 1, *x.shape[2:]), x.dtype)
-        if segment_ids is None:
-            segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
-        ids = jnp.asarray(as_negative(self.padding_id, segment_ids))
-        out, last = self._conv_on_device(return_last, x, kernel, ids, first)
+        ids = None if segment_ids is None else as_negative(self.padding_id, segment_ids)
+        out, last = self._conv_on_device(return_last, x, kernel, first, ids)
         return (out, last) if return_last else out
 
-    def _conv_on_device(self, returns_last: bool, *arrays: Array) -> tuple[Array, Any]:
+    def _conv_on_device(
+        self, returns_last: bool, x: Array, kernel: Array, first: Array, ids: Array | None
+    ) -> tuple[Array, Any]:
         """What one device computes of a convolution."""
-        x, kernel, ids, first = alike(*arrays)
+        x, kernel, first, *marked = alike(x, kernel, first, *([] if ids is None else [ids]))
         here = x.shape[1] // self._line.slices
         if here < first.shape[1]:
             raise InputError(
                 "Each slice of a device must have at least width - 1 tokens; got "
                 f"{here}, width={len(kernel)}. Use fewer devices."
             )
-        x = jnp.where(wide(ids >= 0, x), x, 0)
-        last = last_inputs(self.layout, self._ranks, x, ids, first) if returns_last else None
+        ids = marked[0] if marked else None
+        x = x if ids is None else kept(ids >= 0, x)
         out = conv_on_device(self.layout, self._ranks, x, kernel, ids, first)
-        return jnp.where(wide(ids >= 0, out), out, 0), last
+        out = out if ids is None else kept(ids >= 0, out)
+        if not returns_last:
+            return out, None
+        ids = jnp.zeros_like(x, jnp.int32, shape=x.shape[:2]) if ids is None else ids
+        return out, last_inputs(self.layout, self._ranks, x, ids, first)
 
     def _call(self, heads: int, key_dim: int) -> LinearCall:
         """What is static on a device, for states of so many heads over all devices."""
@@ -523,9 +527,8 @@ class LinearAttention(Sharded):
         x, kernel = jnp.asarray(x), jnp.asarray(kernel)
         first = _check_conv(x, kernel, initial)
         ids = self._ids(segment_ids)
-        ids = jnp.zeros(x.shape[:2], jnp.int32) if ids is None else ids
         self._check_rows(x.shape[:2], ids)
-        out, last = _run_conv(self, return_last, x, kernel, ids, first)
+        out, last = _run_conv(self, return_last, x, kernel, first, ids)
         return (out, last) if return_last else out
 
     def _ids(self, segment_ids: Any) -> Array | None:
@@ -605,13 +608,13 @@ def _run_decode(attention: LinearAttention, heads: int, *arrays: Any) -> tuple[A
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_conv(attention: LinearAttention, returns_last: bool, *arrays: Array) -> tuple[Array, Any]:
+def _run_conv(attention: LinearAttention, returns_last: bool, *arrays: Any) -> tuple[Array, Any]:
     """The convolution of whole arrays on the devices of the mesh."""
     data, seq, *rest = attention.heads_spec(arrays[0].shape[2], arrays[0].ndim)
     spec, beside = PartitionSpec(data, seq, *rest), PartitionSpec(data, None, *rest)
     return jax.shard_map(
         functools.partial(attention._conv_on_device, returns_last),
         mesh=attention.mesh,
-        in_specs=(spec, PartitionSpec(None, *rest), attention.sequence_spec, beside),
+        in_specs=(spec, PartitionSpec(None, *rest), beside, attention.sequence_spec),
         out_specs=(spec, beside if returns_last else None),
     )(*arrays)

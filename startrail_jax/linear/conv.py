@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from startrail_jax.devices.degrees import Axis
-from startrail_jax.linear.halo import begins, wide, with_tokens_before
+from startrail_jax.linear.halo import begins, kept, wide, with_tokens_before
 from startrail_jax.rings import collectives
 from startrail_jax.tokens.layout import Layout
 
@@ -17,7 +17,7 @@ def conv_on_device(
     axis: Axis,
     x: Shaped[Array, "b t *m"],
     kernel: Shaped[Array, "w *m"],
-    ids: Int32[Array, "b t"],
+    ids: Int32[Array, "b t"] | None,
     first: Shaped[Array, "b e *m"],
 ) -> Shaped[Array, "b t *m"]:
     """out_t = sum_i kernel_i x_{t - w + 1 + i}, in float32, where `first` stands before x_0.
@@ -25,7 +25,9 @@ def conv_on_device(
     Inputs of other documents count as zeros; those of padding are zeros.
     """
     zigzag, extra = layout.kind == "zigzag", first.shape[1]
-    number = _documents(with_tokens_before(ids, _first_ids(ids, extra), axis, zigzag=zigzag))
+    number = None
+    if ids is not None:
+        number = _documents(with_tokens_before(ids, _first_ids(ids, extra), axis, zigzag=zigzag))
     inputs = with_tokens_before(x, first, axis, zigzag=zigzag)
     return _summed(inputs, kernel, number).astype(x.dtype).reshape(x.shape)
 
@@ -35,23 +37,23 @@ def conv_of_all(
 ) -> tuple[Shaped[Array, "b t *m"], Shaped[Array, "b e *m"]]:
     """The convolution of tokens that are all here, and the last inputs."""
     inputs = jnp.concatenate([first, x], 1)
-    number = jnp.zeros((1, 1, inputs.shape[1]), jnp.int32)
-    out = _summed(inputs[:, None], kernel, number).astype(x.dtype).reshape(x.shape)
+    out = _summed(inputs[:, None], kernel, None).astype(x.dtype).reshape(x.shape)
     return out, inputs[:, inputs.shape[1] - first.shape[1] :]
 
 
 def _summed(
     inputs: Shaped[Array, "b s et *m"],
     kernel: Shaped[Array, "w *m"],
-    number: Int32[Array, "_ _ et"],
+    number: Int32[Array, "_ _ et"] | None,
 ) -> Float32[Array, "b s t *m"]:
     extra = kernel.shape[0] - 1
     t = inputs.shape[2] - extra
     out = jnp.zeros((*inputs.shape[:2], t, *inputs.shape[3:]), jnp.float32)
     for i in range(extra + 1):
-        same = number[..., i : i + t] == number[..., extra:]
         weight = kernel[i].astype(jnp.float32).reshape(1, 1, 1, *kernel.shape[1:])
-        term = jnp.where(wide(same, inputs), inputs[:, :, i : i + t].astype(jnp.float32), 0)
+        term = inputs[:, :, i : i + t].astype(jnp.float32)
+        if number is not None:
+            term = kept(number[..., i : i + t] == number[..., extra:], term)
         out = out + weight * term
     return out
 

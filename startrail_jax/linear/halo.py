@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped
 
 from startrail_jax.devices.degrees import Axis
@@ -38,6 +39,16 @@ def pairs_along(n: int, distance: int, up: bool) -> list[tuple[int, int]]:
     """(sender, receiver) of all messages that go some distance up a line of n devices, or down."""
     pairs = [(p, p + distance) for p in range(n - distance)]
     return pairs if up else [(target, source) for source, target in pairs]
+
+
+def kept(mask: Bool[Array, "*m"], x: Array) -> Array:
+    """An array where a mask of its first dimensions holds, and zeros elsewhere.
+
+    Without the barrier, XLA would compute the mask of all channels before a loop over layers, since
+    it is the same for all of them, and hold it throughout.
+    """
+    mask, _ = lax.optimization_barrier((mask, lax.stop_gradient(x.ravel()[:1])))
+    return jnp.where(wide(mask, x), x, 0)
 
 
 def wide(mask: Bool[Array, "*m"], x: Array) -> Bool[Array, "*n"]:

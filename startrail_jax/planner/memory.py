@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.linear.sizes import LayerSizes
-from startrail_jax.planner.layers import turn_of
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.planner.quantities import GIB
 
@@ -91,10 +90,10 @@ class StepSizes:
     another dimension than their first. A collective joins shards along the first one."""
     frozen_elements: Amount = 0
     """Elements of `whole_elements` that have no gradient."""
-    turn_elements: Amount
-    """Those of the layers of a turn of the loop with most layers."""
+    layer_elements: Amount
+    """Those of the largest layer."""
     turn_trained: Amount
-    """Those of `turn_elements` that have gradients."""
+    """Weights that have gradients, of the layers of a turn of the loop with most layers."""
     rows: Amount = 1
     """Sequences of one part of a batch."""
     in_rings: Amount = True
@@ -104,8 +103,10 @@ class StepSizes:
     its window shows: those of the layer that receives most. 0 if there is no such layer."""
     has_sparse: Amount = False
     """Whether there is such a layer."""
-    loops: tuple[tuple[int, int], ...]
-    """The loops over layers: see `loops_of`."""
+    loops: int
+    """Number of loops over layers: see `loops_of`."""
+    turn_layers: int = 1
+    """Number of layers of a turn of the loop with most layers."""
     stacked_bytes: Amount = 0
     """Bytes of the weights of all layers, as the state holds them, frozen ones included; several
     loops need it."""
@@ -117,11 +118,6 @@ class StepSizes:
     def mlp_tile(self) -> Amount:
         """Tokens that the MLP treats at a time."""
         return self.tile if self.remat in REPEATS_MLP else self.tokens
-
-    @property
-    def turn(self) -> Mapping[str, int]:
-        """How many layers of each mixer are in a turn of the loop with most layers."""
-        return turn_of(self.loops, self.model.layer_mixers)
 
     @property
     def stream(self) -> Amount:
@@ -227,7 +223,12 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield Part(name="gradients", size=summed, phase=LAYER if late else None)
     if sizes.accumulation > 1:
         yield Part(name="gradients of one part", size=summed, exact=False, phase=LAYER)
-    yield _saved(sizes)
+    saved = _saved(sizes)
+    yield saved
+    if sizes.turn_layers > 1 and not sizes.offload and sizes.remat != "none":
+        # What all layers of a turn saved is copied before its first layer needs it.
+        copied = saved.size * (sizes.turn_layers - 1) // sizes.model.layers
+        yield Part(name="saved by layers of a turn", size=copied, exact=False, phase=LAYER)
     yield from _gathered_and_summed(sizes)
     attention = np.maximum(
         sizes.in_rings * _of_chunks(sizes, _attention_bytes(sizes)),
@@ -239,10 +240,6 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     if sizes.model.linear is not None:
         attention = np.maximum(attention, _linear_attention_bytes(sizes))
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
-    # XLA computes query, key, value and output of all layers of a turn before it needs them.
-    inner = inner + (sizes.turn["attention"] - 1) * _shard_bytes(sizes, 2, 1)
-    if sizes.turn["linear"]:
-        inner = inner + sizes.turn["linear"] * _linear_projections(sizes)
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
     if sizes.zero in (1, 2):
@@ -377,18 +374,18 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
             yield Part(name="weights, moved", size=moved, exact=False, phase=phase)
     else:
         # The weights of the MLP are used up when attention runs: `_mlp_bytes` has them.
-        used = model.itemsize * (sizes.turn_elements - mlp)
+        used = model.itemsize * (sizes.layer_elements - mlp)
         yield Part(name="weights of layers, as used", size=used, exact=False, phase=LAYER)
-    if len(sizes.loops) > 1:
+    if sizes.loops > 1:
         # Each loop goes over a part of the stacked weights, which is a copy.
         copied = sizes.stacked_bytes
         if sizes.zero in (1, 2):
             copied = model.itemsize * sizes.stacked_elements
         yield Part(name="weights of layers, for each loop", size=copied, exact=False)
-    # From level 2 on, the gradients of a layer are summed while the next layer computes, of which
-    # those of the MLP are there when attention runs.
+    # From level 2 on, XLA sums the gradients of a turn of the loop while the next turn computes, of
+    # which those of the MLP are there when attention runs.
     trained = sizes.turn_trained
-    pending = mlp * trained // sizes.turn_elements if sizes.zero >= 2 else 0
+    pending = mlp * trained // sizes.layer_elements if sizes.zero >= 2 else 0
     size = FLOAT32 * (trained + pending)
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
     for name, (elements, phase) in sizes.vocabularies.items():

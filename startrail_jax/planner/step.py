@@ -118,11 +118,6 @@ class Step:
         """The sum over all layers of what a layer of each kind has."""
         return sum(kind.count * x for kind, x in zip(self.kinds, each, strict=True))
 
-    def _of_turn(self, loops: Any, each: Iterable[Any]) -> Any:
-        """The same sum over the layers of a turn of the loop with most layers."""
-        turn = turn_of(loops, self.call.model.layer_mixers)
-        return sum(turn[kind.mixer] * x for kind, x in zip(self.kinds, each, strict=True))
-
     def take(self, row: Any) -> Step:
         """The same step in one of its settings."""
         return Step(self.timing, np.arange(len(self.timing.settings))[self._rows][[row]])
@@ -267,6 +262,7 @@ class Step:
         trained = self.trained // shards
         frozen = self.whole_elements - self.trained
         loops = loops_of(model.layer_kinds)
+        turn = turn_of(loops, model.layer_mixers)
         stacked = self.stacked_elements // shards
         itemsize = model.frozen_itemsize if model.lora_rank else _FLOAT32
         return StepSizes(
@@ -289,13 +285,16 @@ class Step:
             stacked_elements=self.stacked_elements,
             moved_elements=_moved_elements(self.call, settings),
             frozen_elements=frozen,
-            turn_elements=self._of_turn(loops, self.layer_elements),
-            turn_trained=self._of_turn(loops, self.layer_trained),
+            layer_elements=np.max(self.layer_elements, axis=0),
+            turn_trained=sum(
+                turn[kind.mixer] * x for kind, x in zip(self.kinds, self.layer_trained, strict=True)
+            ),
             rows=self.call.batch // settings.data,
             in_rings=self._in_rings,
             sparse_keys=self._sparse_keys * (self.call.batch // settings.data),
             has_sparse=self._has_sparse,
-            loops=loops,
+            loops=len(loops),
+            turn_layers=sum(turn.values()),
             stacked_bytes=itemsize * stacked,
             vocabularies=_vocabularies(self.call),
         )

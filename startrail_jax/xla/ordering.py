@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
 from startrail_jax.shapes import EMPTY
+from startrail_jax.xla.varying import varying_axes
 
 
 @jax.custom_vjp
@@ -40,7 +41,7 @@ compute_first.defvjp(
 
 
 @jax.custom_vjp
-def gradient_first(first: Any, then: Any) -> tuple[Any, Any]:
+def gradient_first(first: Any, then: Array) -> tuple[Any, Array]:
     """Makes the gradient of `then` wait for the gradient of `first`, in the backward pass.
 
     So the gradient of `first` is complete, and can be sent, before the backward pass goes on
@@ -49,7 +50,7 @@ def gradient_first(first: Any, then: Any) -> tuple[Any, Any]:
 
     Args:
         first: pytree of arrays.
-        then: pytree of arrays, from which the backward pass goes on.
+        then: an array, from which the backward pass goes on.
 
     Returns:
         `first` and `then`, unchanged.
@@ -57,9 +58,14 @@ def gradient_first(first: Any, then: Any) -> tuple[Any, Any]:
     return first, then
 
 
-def _gradient_first_backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+def _gradient_first_backward(_: None, gradients: tuple[Any, Array]) -> tuple[Any, Array]:
     d_first, d_then = gradients
-    return d_first, lax.optimization_barrier((d_then, d_first))[0]
+    # A barrier makes all of its arrays vary over the mesh axes over which one of them does.
+    own, arrays = varying_axes(d_then), jax.tree.leaves(d_first)
+    done = [lax.optimization_barrier(arrays)[0].ravel()[0]] if arrays else []
+    if further := tuple(frozenset().union(*map(varying_axes, done)) - own):
+        done = [lax.psum(done[0], further)]
+    return d_first, lax.optimization_barrier((d_then, done))[0]
 
 
 gradient_first.defvjp(lambda first, then: ((first, then), None), _gradient_first_backward)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.periods import kinds_of_layers, stretches
+from models.periods import kinds_of_layers, layer_of, stretches
 from models.rope import Rope
 
 pytestmark = pytest.mark.quick
@@ -65,5 +65,6 @@ def test_every_layer_gets_its_kind_and_its_own_weights():
             grouped = stretch.grouped(stacked)
             for turn in range(stretch.groups):
                 group = jax.tree.map(lambda x, turn=turn: x[turn], grouped)
-                found += [(kind, x["a"], x["b"][0]) for kind, x in stretch.each(group)]
+                taken = [(kind, layer_of(own)) for kind, own in stretch.each(group)]
+                found += [(kind, x["a"], x["b"][0]) for kind, x in taken]
         assert found == [(kind, i, 3 * i) for i, kind in enumerate(kinds)]

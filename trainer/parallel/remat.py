@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from models.layers import HIDDEN, PROJECTION
+from models.periods import LayerOfGroup
 from startrail_jax.linear import vjp
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, EXCHANGED_OUT
 
@@ -58,12 +59,11 @@ def rematerialised(
     if remat == "none":
         if not gathers_weights:
             return layer
-        return jax.checkpoint(layer, prevent_cse=False, policy=_save_all_but_weights)
+        return _checkpointed(layer, _save_all_but_weights)
     names = _NAMES[remat]
     policies = jax.checkpoint_policies
     if not offload:
-        policy = policies.save_only_these_names(*names)
-        return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+        return _checkpointed(layer, policies.save_only_these_names(*names))
     policy = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[LAYER_INPUT, *(x for x in names if x != EXCHANGED_OUT)],
@@ -74,7 +74,20 @@ def rematerialised(
     def named(weights: Any, x: Array, *context: Any) -> Array:
         return layer(weights, checkpoint_name(x, LAYER_INPUT), *context)
 
-    return jax.checkpoint(named, prevent_cse=False, policy=policy)
+    return _checkpointed(named, policy)
+
+
+def _checkpointed(layer: Callable[..., Array], policy: Callable[..., Any]) -> Callable[..., Array]:
+    """`jax.checkpoint`, whose layers of a group begin to recompute when their gradients are there.
+
+    Nothing else would keep the compiler from recomputing all layers of the group at once.
+    """
+
+    def run(weights: Any, *arguments: Any) -> Array:
+        in_order = isinstance(weights, LayerOfGroup)
+        return jax.checkpoint(layer, prevent_cse=in_order, policy=policy)(weights, *arguments)
+
+    return run
 
 
 # The operations of which gathering a weight consists. A layer has few others of these kinds, which

@@ -16,9 +16,10 @@ from flax import nnx
 from jaxtyping import Array
 
 from models.hooks import Hooks
-from models.periods import ATTENTION
+from models.periods import ATTENTION, LayerOfGroup, layer_of
 from startrail_jax.attention import Attention
 from startrail_jax.linear.attention import LinearAttention
+from startrail_jax.xla.ordering import gradient_first
 from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
 from trainer.parallel.tiling import in_tiles
 
@@ -165,7 +166,11 @@ class ShardedModel:
         splits = self.partition.of_layer(self.splits[part])
 
         def run(parameters: Any, x: Array, *context: Any) -> Any:
-            return layer(self.partition.gather(parameters, splits), x, *context)
+            own = layer_of(parameters)
+            weights = self.partition.gather(own, splits)
+            if isinstance(parameters, LayerOfGroup):
+                weights, x = _in_order(own, weights, x)
+            return layer(weights, x, *context)
 
         return self._remat(run)
 
@@ -181,6 +186,23 @@ class LinearOnDevice:
 
     def causal_conv(self, x: Array, kernel: Array, *, segment_ids: Array | None = None) -> Array:
         return self.attention.conv_local(x, kernel, segment_ids=segment_ids)
+
+
+def _in_order(parameters: Any, weights: Any, x: Array) -> tuple[Any, Array]:
+    """Makes the backward pass complete the gradients of a layer before it goes on.
+
+    Args:
+        parameters: the `Parameter`s of the layer.
+        weights: what `Partition.gather` made of them.
+        x: the input of the layer.
+    """
+    of_weights, structure = jax.tree.flatten(weights)
+    slots = [x.gradient_slot for x in structure.flatten_up_to(parameters)]
+    trained = [i for i, slot in enumerate(slots) if slot is not None]
+    found, x = gradient_first([of_weights[i] for i in trained], x)
+    for i, weight in zip(trained, found, strict=True):
+        of_weights[i] = weight
+    return structure.unflatten(of_weights), x
 
 
 def _parameters(weights: Any, gradient_slots: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +20,6 @@ from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.masks import Window
 from startrail_jax.planner.here import jax_share, memory_of
-from startrail_jax.planner.layers import turn_of
 from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
 from startrail_jax.planner.search import REMAT
 from startrail_jax.rings.choices import choose_exchange
@@ -126,10 +126,6 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     stacked = (_layers(x) for x in (elements, splits))
     moved = jax.tree.map(lambda n, split: n if (split.zero or 0) > 1 else 0, *stacked)
     layers = {part: jax.tree.leaves(x)[0].shape[0] for part, x in _layers(shapes.weights).items()}
-    turn = turn_of(shapes.loops, shapes.parts)
-
-    def of_turn(sizes: Mapping[str, int]) -> int:
-        return sum(n * sizes.get(part, 0) // layers[part] for part, n in turn.items())
 
     # Heads and outputs are those of the arrays, whatever the task says.
     of_arrays: dict[str, Any] = dict(heads=heads, kv_heads=shapes.key[2], head_dim=head_dim)
@@ -154,13 +150,17 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         shard_elements=bytes_of_device(state.weights) // FLOAT32,
         whole_elements=sum(whole.values()),
         stacked_elements=sum(_layers(whole).values()),
-        turn_elements=of_turn(whole),
-        turn_trained=of_turn(whole) - of_turn(fixed),
+        layer_elements=max(whole[part] // n for part, n in layers.items()),
+        turn_trained=sum(
+            n * (whole[part] - fixed.get(part, 0)) // layers[part]
+            for part, n in shapes.turn.items()
+        ),
         moved_elements=sum(jax.tree.leaves(moved)),
         frozen_elements=sum(fixed.values()),
         rows=rows_of_part,
         **_seen(attention, objective, shapes, rows_of_part),
         loops=shapes.loops,
+        turn_layers=sum(shapes.turn.values()),
         stacked_bytes=sum(bytes_of_device(_layers(x)) for x in (state.weights, state.frozen or {})),
         vocabularies={
             name: (whole[name], LOSS if name == objective.head else LAYER)
@@ -208,10 +208,10 @@ class _Shapes(NamedTuple):
     """[B T N H], as attention is called: T counts all tokens of a row, those of text included."""
     key: tuple[int, ...]
     outputs: tuple[int, ...]
-    loops: tuple[tuple[int, int], ...]
-    """See `loops_of`."""
-    parts: tuple[str, ...]
-    """The part of the model with the weights of each layer."""
+    loops: int
+    """Number of loops over layers."""
+    turn: Mapping[str, int]
+    """How many layers of each part a turn has, of the loop whose turns have most layers."""
 
 
 # A plan asks for many meshes of a run, whose batches have few shapes.
@@ -234,17 +234,15 @@ def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes
 
     abstract = nnx.eval_shape(make_model)
     weights = nnx.state(abstract)
-    counts = {part: jax.tree.leaves(x)[0].shape[0] for part, x in _layers(weights).items()}
     stretches = getattr(abstract, "stretches", None)
     if stretches is None:
-        (part, count), *_ = counts.items()
-        loops, parts = ((1, count),), (part,) * count
+        loops, turn = 1, dict.fromkeys(_layers(weights), 1)
     else:
-        loops = tuple((len(stretch.kinds), stretch.groups) for stretch in stretches)
-        parts = tuple(kind.part for x in stretches for kind in x.kinds * x.groups)
+        loops = len(stretches)
+        turn = Counter(kind.part for kind in max((x.kinds for x in stretches), key=len))
     shape = jax.eval_shape(outputs, jax.tree.unflatten(tree, leaves)).shape
     query, key = calls[0]
-    return _Shapes(weights, query, key, shape, loops, parts)
+    return _Shapes(weights, query, key, shape, loops, turn)
 
 
 def _layers(parts: Any) -> dict[str, Any]:
