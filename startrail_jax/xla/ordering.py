@@ -60,11 +60,10 @@ def gradient_first(first: Any, then: Array) -> tuple[Any, Array]:
 
 def _gradient_first_backward(_: None, gradients: tuple[Any, Array]) -> tuple[Any, Array]:
     d_first, d_then = gradients
+    done = jax.tree.leaves(d_first)
     # A barrier makes all of its arrays vary over the mesh axes over which one of them does.
-    own, arrays = varying_axes(d_then), jax.tree.leaves(d_first)
-    done = [lax.optimization_barrier(arrays)[0].ravel()[0]] if arrays else []
-    if further := tuple(frozenset().union(*map(varying_axes, done)) - own):
-        done = [lax.psum(done[0], further)]
+    if further := tuple(frozenset().union(*map(varying_axes, done)) - varying_axes(d_then)):
+        done = [lax.psum(jnp.stack([x.ravel()[0] for x in done]), further)]
     return d_first, lax.optimization_barrier((d_then, done))[0]
 
 
