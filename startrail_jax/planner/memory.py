@@ -323,7 +323,7 @@ def _linear_states(sizes: StepSizes) -> Amount:
 
 def _linear_attention_bytes(sizes: StepSizes) -> Amount:
     """The backward pass of linear attention: what it works on, and its inputs and gradients."""
-    return _of_linear(sizes, "backward_bytes") + 6 * _linear_projections(sizes)
+    return _of_linear(sizes, "backward_bytes") + 4 * _linear_projections(sizes)
 
 
 class _GatedDelta:

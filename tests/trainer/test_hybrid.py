@@ -88,6 +88,7 @@ SETTINGS = {
     ),
     "tensor": (st.Degrees(data=2, team=2, tensor=2), {"zero": 3}),
     "more tensor than key heads": (st.Degrees(ring=2, tensor=4), {"remat": "none"}),
+    "16 devices": (st.Degrees(team=2, ring=2, tensor=4), {"zero": 3}),
     "accumulation, products saved": (
         st.Degrees(group=2, team=2),
         {"gradient_accumulation": 2, "remat": "products_saved"},

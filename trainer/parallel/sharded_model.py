@@ -19,7 +19,7 @@ from models.hooks import Hooks
 from models.periods import ATTENTION, LayerOfGroup, layer_of
 from startrail_jax.attention import Attention
 from startrail_jax.linear.attention import LinearAttention
-from startrail_jax.xla.ordering import gradient_first
+from trainer.parallel.ordering import gradient_first
 from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
 from trainer.parallel.tiling import in_tiles
 

@@ -23,7 +23,6 @@ from startrail_jax.devices.axes import device_kind
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.memory import REPEATS_MLP
 from startrail_jax.xla.compiler import compiler_options, offload_options
-from startrail_jax.xla.ordering import gradient_first
 from startrail_jax.xla.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import sharding_of
@@ -31,6 +30,7 @@ from trainer.data.parts import PartBatch
 from trainer.objective import Objective
 from trainer.parallel.checks import check_step
 from trainer.parallel.optimizer import learning_rate, make_optimizer
+from trainer.parallel.ordering import gradient_first
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
 from trainer.parallel.remat import Remat, rematerialised
 from trainer.parallel.sharded_model import ShardedModel
