@@ -6,7 +6,7 @@ moves nothing. Received bytes are given in the size of the array x that a device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -115,22 +115,28 @@ def sum_at_owner(
     return jnp.where(is_own, own, parts.astype(jnp.float32)).sum(0)
 
 
-def total(x: Shaped[Array, "..."], axis: Axis, dim: int = 0) -> Shaped[Array, "..."]:
+def total(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
     """The sum over members, on all of them. Receives 2 (degree - 1) / degree of x.
 
     `psum` knows no groups where shard_map tracks what varies. Members that are a digit of a mesh
-    axis each sum their part of `dim`, which their number then divides, and gather all of it.
+    axis each sum a part of x, and gather all of it.
     """
     if axis.groups is None:
         return lax.psum(x, axis.names) if axis.degree > 1 else x
-    return gather(scatter_sum(x, axis, dim), axis, dim)
+    return _by_parts(x, axis, lambda flat: scatter_sum(flat, axis, 0))
 
 
-def maximum(x: Shaped[Array, "..."], axis: Axis, dim: int = 0) -> Shaped[Array, "..."]:
+def maximum(x: Shaped[Array, "..."], axis: Axis) -> Shaped[Array, "..."]:
     """The elementwise maximum over members, on all of them. Receives as much as `total`."""
     if axis.groups is None:
         return lax.pmax(x, axis.names) if axis.degree > 1 else x
-    return gather(partials(x, axis, dim).max(0), axis, dim)
+    return _by_parts(x, axis, lambda flat: partials(flat, axis, 0).max(0))
+
+
+def _by_parts(x: Array, axis: Axis, reduce: Callable[[Array], Array]) -> Array:
+    """Reduces this member's part of all elements, and gathers those of the others."""
+    flat = jnp.pad(x.ravel(), (0, -x.size % axis.degree))
+    return gather(reduce(flat), axis, 0)[: x.size].reshape(x.shape)
 
 
 def exchange(x: Shaped[Array, "..."], axis: Axis, split: int, concat: int) -> Shaped[Array, "..."]:

@@ -225,11 +225,11 @@ def _combine(
         if sinks is not None:
             out, *stats = softmax.join_sinks(out, *stats, sinks=sinks)
         return out.astype(dtype), stats[0], None if low is None else stats[1]
-    highest = collectives.maximum(lse, team, 2)
+    highest = collectives.maximum(lse, team)
     if sinks is not None:
         highest, of_sink = softmax.highest_with(sinks, highest)
     weights = jnp.exp(sum(stats[1:], lse - highest))
-    total = collectives.total(weights, team, 2)
+    total = collectives.total(weights, team)
     if sinks is not None:
         total += of_sink
     out = collectives.scatter_sum((out * rows(weights / total)).astype(dtype), team, 1)

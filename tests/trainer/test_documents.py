@@ -24,7 +24,7 @@ from trainer.data.batches import PartBatches, place
 from trainer.data.dataset import Dataset
 from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
-from trainer.gpt.config import DataConfig, LoraConfig, RopeConfig
+from trainer.gpt.config import DataConfig, LinearConfig, LoraConfig, RopeConfig
 from trainer.gpt.corpus import Stream, open_corpus
 from trainer.gpt.documents import text_documents
 from trainer.gpt.lora import restore_model
@@ -191,7 +191,14 @@ PATTERN = dataclasses.replace(
     sinks=True,
     softcap=3.0,
 )
+HYBRID = dataclasses.replace(
+    CONFIG.model,
+    mixers=("linear", "attention"),
+    linear=LinearConfig(heads=4, key_heads=2, key_dim=4, norm_eps=1e-3),
+)
 SETTINGS = {
+    "hybrid": (st.Degrees.startrail(8, c=2), {"model": HYBRID, "remat": "attention_saved"}),
+    "hybrid, three": (st.Degrees(ring=3), {"model": HYBRID, "zero": 3}),
     "StarTrail": (st.Degrees.startrail(8, c=2), {}),
     "Ring, zero 3": (st.Degrees(ring=8), {"zero": 3, "tile": 8}),
     "data, zero 2": (st.Degrees(data=2, team=2, ring=2), {"zero": 2, "remat": "attention_saved"}),
