@@ -47,10 +47,14 @@ def learnable_tokens(config, step, end):
     return np.where(rng.random(tokens.shape) < 0.03, end, tokens)
 
 
+def placed(arrays, shapes):
+    """A copy of a state, or of a part of it, on the devices of a program."""
+    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), arrays, shapes)
+
+
 def train_steps(program, state, batches):
     """Losses and gradient norms of a step for each batch, and the state after the last."""
-    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
-    losses = []
+    state, losses = placed(state, program.state_shapes), []
     for batch in batches:
         state, metrics = program.train_step(state, batch)
         assert metrics.finite

@@ -20,11 +20,10 @@ from benchmarks.schemes import Scheme
 from startrail_jax import masks, testing
 from startrail_jax.devices.nodes import node_grid
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.traffic.algorithms import GLOO, NCCL
 from startrail_jax.traffic.cost import default_order
 from startrail_jax.traffic.ports import Messages, messages
 from trainer.config import MeshConfig
-from trainer.parallel.degrees import choose_order
+from trainer.parallel.degrees import algorithms, choose_order
 
 RESULTS = ("out", "dq", "dk", "dv")
 
@@ -63,9 +62,9 @@ class Place:
             sent: the messages, given the algorithms of collectives: of NCCL, or of gloo, over which
                 CPUs talk.
         """
-        algorithms = GLOO if self.devices[0].platform == "cpu" else NCCL
         try:
-            traffic = sent(algorithms).through(node_grid(degrees, order, self.nodes).ravel())
+            divided = sent(algorithms(self.devices[0].platform))
+            traffic = divided.through(node_grid(degrees, order, self.nodes).ravel())
         except UnsupportedError:  # The algorithm for such groups is not known here.
             return math.nan
         return traffic.port_received_bytes

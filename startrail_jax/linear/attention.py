@@ -291,14 +291,13 @@ class LinearAttention(Sharded):
         self, returns_last: bool, x: Array, kernel: Array, first: Array, ids: Array | None
     ) -> tuple[Array, Any]:
         """What one device computes of a convolution."""
-        x, kernel, first, *marked = alike(x, kernel, first, *([] if ids is None else [ids]))
+        x, kernel, first, ids = alike(x, kernel, first, ids)
         here = x.shape[1] // self._line.slices
         if here < first.shape[1]:
             raise InputError(
                 "Each slice of a device must have at least width - 1 tokens; got "
                 f"{here}, width={len(kernel)}. Use fewer devices."
             )
-        ids = marked[0] if marked else None
         x = x if ids is None else kept(ids >= 0, x)
         out = conv_on_device(self.layout, self._ranks, x, kernel, ids, first)
         out = out if ids is None else kept(ids >= 0, out)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from startrail_jax.devices.degrees import Axis
-from startrail_jax.linear.halo import begins, kept, wide, with_tokens_before
+from startrail_jax.linear.halo import begins, kept, with_tokens_before
 from startrail_jax.rings import collectives
 from startrail_jax.tokens.layout import Layout
 
@@ -74,17 +74,17 @@ def last_inputs(
     here = wanted[:, :, None] == places[None, None]
 
     def found(y: Array, before: Array) -> Array:
-        own = jnp.where(wide(here, y[:, None]), y[:, None], 0).sum(2, dtype=y.dtype)
+        own = kept(here, y[:, None]).sum(2, dtype=y.dtype)
         place = (wanted + extra).clip(0, extra - 1)
         before = jax.vmap(lambda x, i: x[i])(before, place)
-        before = jnp.where(wide((wanted < 0) & (rank == 0), before), before, 0)
+        before = kept((wanted < 0) & (rank == 0), before)
         return collectives.total(own + before, axis)
 
     # The first token has the document of what stands before it.
     is_first = jnp.where(rank == 0, ids[:, :1], 0)
     number = _documents(found(ids, _first_ids(collectives.total(is_first, axis), extra)))
     last = found(x, first)
-    return jnp.where(wide(number == number[:, -1:], last), last, 0)
+    return kept(number == number[:, -1:], last)
 
 
 def _documents(ids: Array) -> Array:

@@ -18,13 +18,13 @@ def is_replicated(x: Array, like: Array) -> bool:
     return not varying_axes(like) <= varying_axes(x)
 
 
-def alike(*arrays: Array) -> tuple[Array, ...]:
+def alike(*arrays: Any) -> tuple[Any, ...]:
     """The arrays, each marked as varying over every manual mesh axis that one of them varies over.
 
-    The gradient of an array that was replicated over such an axis is summed over it.
+    The gradient of an array that was replicated over such an axis is summed over it. None stays.
     """
-    axes = frozenset().union(*map(varying_axes, arrays))
-    return tuple(vary(x, *axes) for x in arrays)
+    axes = frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
+    return tuple(None if x is None else vary(x, *axes) for x in arrays)
 
 
 def vary(x: Array, *axes: str) -> Array:

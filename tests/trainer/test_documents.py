@@ -11,7 +11,7 @@ import pytest
 import startrail_jax as st
 import train
 from configs.gpt import gpt_tiny
-from programs import SMALL, compile_gradients, make_config, records_of
+from programs import SMALL, compile_gradients, make_config, placed, records_of, train_steps
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.analysis import hlo
@@ -233,9 +233,7 @@ def test_gradients_are_those_of_single_rows_on_one_device(degrees, changes):
     wanted, expected = compile_gradients(alone)(
         state.weights, single_rows(alone, numbers, documents)
     )
-    weights = jax.tree.map(
-        lambda x, to: jax.device_put(x, to.sharding), state.weights, program.state_shapes.weights
-    )
+    weights = placed(state.weights, program.state_shapes.weights)
     loss, gradients = compile_gradients(program)(weights, program.parts.place(host))
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     leaves = jax.tree_util.tree_leaves_with_path(expected)
@@ -267,9 +265,7 @@ def test_rows_of_short_documents_send_only_what_these_see(degrees, model, window
     }
     state = jax.device_get(alone.initialise())
     wanted, expected = compile_gradients(alone)(state.weights, batches[alone])
-    weights = jax.tree.map(
-        lambda x, to: jax.device_put(x, to.sharding), state.weights, cut.state_shapes.weights
-    )
+    weights = placed(state.weights, cut.state_shapes.weights)
     compiled = compile_gradients(cut)
     loss, gradients = compiled(weights, batches[cut])
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
@@ -298,12 +294,9 @@ def single_row_steps(config, state, batches, documents):
     data, most = DataConfig(), max(map(len, batches))
     alone = dataclasses.replace(config, data=data, batch_size=most, zero=0)
     program = program_of(alone, st.Degrees())
-    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
-    losses = []
-    for numbers in batches:
-        state, metrics = program.train_step(state, single_rows(program, numbers, documents))
-        losses.append(float(metrics.loss))
-    return losses, state
+    rows = (single_rows(program, numbers, documents) for numbers in batches)
+    losses, state = train_steps(program, state, rows)
+    return losses[:, 0].tolist(), state
 
 
 def assert_same_training(found, wanted):

@@ -10,7 +10,7 @@ from flax import nnx
 
 import startrail_jax as st
 from models.hooks import Hooks
-from programs import SMALL, learnable_tokens, make_config, saved_by_layers, train_steps
+from programs import SMALL, learnable_tokens, make_config, placed, saved_by_layers, train_steps
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
@@ -140,10 +140,8 @@ def test_greedy_tokens_are_the_likeliest_of_whole_forward_passes(degrees, initia
     prompts = [8 + np.arange(n) % 40 for n in (1, 3, 40, 64)]
     weights = jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, initial_state.weights)
     generator = make_generator(degrees)
-    placed = jax.tree.map(
-        lambda x, to: jax.device_put(x, to.sharding), weights, generator.weight_shapes
-    )
-    found = np.array([*generator(placed, prompts, num_tokens=6)]).T
+    of_devices = placed(weights, generator.weight_shapes)
+    found = np.array([*generator(of_devices, prompts, num_tokens=6)]).T
     for prompt, new in zip(prompts, found, strict=True):
         text = np.concatenate([prompt, new])
         assert whole_pass(weights, text)[len(prompt) - 1 : -1].tolist() == new.tolist()

@@ -16,7 +16,7 @@ import pretrained
 import sample
 import startrail_jax as st
 import train
-from programs import SMALL, make_config, make_program, shared_programs
+from programs import SMALL, make_config, make_program, shared_programs, train_steps
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import CheckpointError
@@ -52,12 +52,8 @@ def batch(program, seed=0):
 
 def steps_of(program, state, steps=3):
     """Losses and norms of so many steps, from a state of the host."""
-    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
-    found = []
-    for step in range(steps):
-        state, metrics = program.train_step(state, batch(program, step))
-        found += [float(metrics.loss), float(metrics.gradient_norm)]
-    return found, state
+    found, state = train_steps(program, state, (batch(program, step) for step in range(steps)))
+    return found.ravel().tolist(), state
 
 
 @pytest.fixture(scope="module")

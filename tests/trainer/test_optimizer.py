@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from programs import SMALL, make_config, make_program
+from programs import SMALL, make_config, make_program, train_steps
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
@@ -119,15 +119,15 @@ SETTINGS = {
 
 
 def losses_of(program, state):
-    state = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, program.state_shapes)
-    rng, losses = np.random.default_rng(0), []
-    for _ in range(STEPS):
+    rng = np.random.default_rng(0)
+
+    def batch():
         steps = rng.integers(3, size=(CONFIG.batch_size, CONFIG.seq_len + 1))
         tokens = np.cumsum(steps, axis=1) % CONFIG.model.vocab_size
-        batch = next_token_batch(tokens, layout=program.attention.layout)
-        state, metrics = program.train_step(state, place(batch, program.batch_sharding))
-        losses.append(float(metrics.loss))
-    return np.array(losses)
+        made = next_token_batch(tokens, layout=program.attention.layout)
+        return place(made, program.batch_sharding)
+
+    return train_steps(program, state, (batch() for _ in range(STEPS)))[0][:, 0]
 
 
 @pytest.fixture(scope="module")

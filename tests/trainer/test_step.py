@@ -16,7 +16,7 @@ from flax import nnx
 import fake_cudnn
 import startrail_jax as st
 from models.gpt import GPT
-from programs import SMALL, learnable_tokens, make_config, train_steps
+from programs import SMALL, learnable_tokens, make_config, placed, train_steps
 from programs import make_program as program_of
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
@@ -50,11 +50,6 @@ def batch(program, step, end=END):
 @pytest.fixture(scope="module")
 def initial_state():
     return jax.device_get(make_program(st.Degrees()).initialise())
-
-
-def placed(state, shapes):
-    """A copy of a state, or of a part of it, on the devices of a program."""
-    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, shapes)
 
 
 def losses_of(program, state, steps=STEPS):
