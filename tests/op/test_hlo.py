@@ -10,12 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from refusals import refused
-from startrail_jax.analysis.hlo import (
-    COLLECTIVES,
-    device_groups,
-    parse_module,
-    read_traffic,
-)
+from startrail_jax.analysis.hlo import COLLECTIVES, device_groups, parse_module, read_traffic
 from startrail_jax.errors import InputError, UnsupportedError
 
 pytestmark = pytest.mark.quick

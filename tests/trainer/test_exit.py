@@ -12,12 +12,7 @@ from programs import REPOSITORY, run_python
 from startrail_jax.errors import InputError, UnsupportedError, UserError
 from trainer import packages
 from trainer.checkpoints.checkpoint import CheckpointError
-from trainer.errors import (
-    MissingPackageError,
-    NonFiniteError,
-    RunError,
-    StorageError,
-)
+from trainer.errors import MissingPackageError, NonFiniteError, RunError, StorageError
 from trainer.run import exit as program_exit
 from trainer.run import settings
 from trainer.run.exit import describe, end_now, exit_on_user_errors

@@ -17,14 +17,7 @@ import optax
 import pytest
 
 import train
-from programs import (
-    TINY,
-    interrupt_after,
-    logged_steps,
-    records_of,
-    saved_steps,
-    shared_programs,
-)
+from programs import TINY, interrupt_after, logged_steps, records_of, saved_steps, shared_programs
 from refusals import usage_error
 from trainer import loop
 from trainer.checkpoints.checkpoint import Checkpoints
