@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.layers import AttentionFn, MakeNorm, projected
+from models.layers import AttentionFn, NormOverHeads, projected
 from models.linear import linear
 from models.rope import rotate
 from startrail_jax.xla.ordering import compute_first
@@ -40,7 +40,7 @@ class GPTAttention(nnx.Module):
         attention_fn: AttentionFn,
         out_gain: float,
         bias: bool,
-        make_norm: MakeNorm | None,
+        make_norm: Callable[..., nnx.RMSNorm | NormOverHeads | None],
         sinks: bool,
         gated: bool,
         dtype: Any,
@@ -63,7 +63,7 @@ class GPTAttention(nnx.Module):
         self.value_bias = make_bias(kv_heads, head_dim)
 
         self.query_norm, self.key_norm = (
-            None if make_norm is None else make_norm(head_dim, rngs=rngs) for _ in range(2)
+            make_norm(count, rngs=rngs) for count in (heads, kv_heads)
         )
         self.sinks = nnx.Param(jnp.zeros(heads)) if sinks else None
 
@@ -110,7 +110,7 @@ def _biased(x: Float[Array, "B T heads H"], bias: nnx.Param | None) -> Float[Arr
 
 def _normalised_and_rotated(
     x: Float[Array, "B T heads H"],
-    norm: nnx.RMSNorm | None,
+    norm: nnx.RMSNorm | NormOverHeads | None,
     rotation: Rotation,
 ) -> Float[Array, "B T heads H"]:
     """Queries or keys with their positions. Nothing is rounded between norm and rotation."""

@@ -10,6 +10,7 @@ References:
     Local and global layers, soft caps, norms after a block: https://arxiv.org/abs/2408.00118 (Gemma
     2) and https://arxiv.org/abs/2503.19786 (Gemma 3)
     Sinks: gpt-oss, https://arxiv.org/abs/2508.10925
+    Norms after a block alone, and over all heads: OLMo 2, https://arxiv.org/abs/2501.00656
     Layers of linear attention among those of attention: Qwen3-Next and Qwen3.5, and Olmo Hybrid
 """
 
@@ -28,7 +29,15 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.attention import GPTAttention, Rotation
 from models.gated_delta import GatedDeltaNet, GatedDeltaSizes
 from models.hooks import Hooks
-from models.layers import MLP, AttentionFn, MakeNorm, make_norm, projected
+from models.layers import (
+    MLP,
+    AttentionFn,
+    MakeNorm,
+    NormOverHeads,
+    Norms,
+    make_norm,
+    projected,
+)
 from models.linear import linear, project_to_rows
 from models.periods import LINEAR, Kind, Stretch, kinds_of_layers, layer_of, stretches
 from models.rope import Rope
@@ -56,8 +65,10 @@ class GPT(nnx.Module):
         scaled_embedding: bool = False,
         qkv_bias: bool = False,
         qk_norm: bool = False,
+        qk_norm_over: Literal["head", "heads"] = "head",
         sinks: bool = False,
-        post_norms: bool = False,
+        norms: Norms = "before",
+        linear_norms: Norms | None = None,
         norm_offset: bool = False,
         norm_eps: float = 1e-6,
         attention_gate: bool = False,
@@ -89,9 +100,13 @@ class GPT(nnx.Module):
             tied_head: whether the embedding is the output projection too.
             scaled_embedding: whether embeddings are multiplied by the square root of `width`.
             qkv_bias: whether the projections to queries, keys and values have a bias.
-            qk_norm: whether each head of queries and keys is normalised before it is rotated.
+            qk_norm: whether queries and keys are normalised before they are rotated.
+            qk_norm_over: what such a norm takes the mean over: the channels of each head, or those
+                of all heads.
             sinks: whether each head has a logit of its own in the denominator of its softmax.
-            post_norms: whether what attention and MLP add to the stream is normalised.
+            norms: whether what attention and MLP take is normalised, what they add to the stream
+                ("after"), or both.
+            linear_norms: the same for layers of linear attention; None for `norms`.
             norm_offset: whether a norm multiplies by 1 + its scale.
             norm_eps: what is added to the mean square in a norm.
             attention_gate: whether a gate multiplies the outputs of attention.
@@ -127,6 +142,12 @@ class GPT(nnx.Module):
         out_gain = (2 * layers) ** -0.5
         norm = functools.partial(make_norm, epsilon=norm_eps, offset=norm_offset)
 
+        def head_norm(heads: int, rngs: nnx.Rngs) -> nnx.RMSNorm | NormOverHeads | None:
+            if not qk_norm or qk_norm_over == "head":
+                return norm(head_dim, rngs=rngs) if qk_norm else None
+            mean = self.hooks.mean_over_tensor
+            return NormOverHeads(heads, head_dim, epsilon=norm_eps, offset=norm_offset, mean=mean)
+
         def make_mixer(part: str, rngs: nnx.Rngs) -> Mixer:
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
             if part == LINEAR:
@@ -139,7 +160,7 @@ class GPT(nnx.Module):
                 head_dim=head_dim,
                 attention_fn=attention_fn,
                 bias=qkv_bias,
-                make_norm=norm if qk_norm else None,
+                make_norm=head_norm,
                 sinks=sinks,
                 gated=attention_gate,
                 **common,
@@ -153,7 +174,7 @@ class GPT(nnx.Module):
                 ),
                 width=width,
                 make_norm=norm,
-                post_norms=post_norms,
+                norms=(linear_norms or norms) if part == LINEAR else norms,
                 dtype=dtype,
                 hooks=self.hooks,
                 rngs=rngs,
@@ -315,7 +336,8 @@ class GPT(nnx.Module):
 
 
 class GPTBlock(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); what is added may be normalised too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); what is added may be normalised as well, or
+    alone."""
 
     def __init__(
         self,
@@ -324,7 +346,7 @@ class GPTBlock(nnx.Module):
         mlp: MLP,
         width: int,
         make_norm: MakeNorm,
-        post_norms: bool,
+        norms: Norms,
         dtype: Any,
         hooks: Hooks,
         rngs: nnx.Rngs,
@@ -333,9 +355,11 @@ class GPTBlock(nnx.Module):
         self.attention = attention
         self.mlp = mlp
         self.dtype = jnp.dtype(dtype)
-        self.attention_norm, self.mlp_norm = (make_norm(width, rngs=rngs) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (
+            None if norms == "after" else make_norm(width, rngs=rngs) for _ in range(2)
+        )
         self.attention_out_norm, self.mlp_out_norm = (
-            make_norm(width, rngs=rngs) if post_norms else None for _ in range(2)
+            None if norms == "before" else make_norm(width, rngs=rngs) for _ in range(2)
         )
 
     def __call__(
@@ -349,13 +373,13 @@ class GPTBlock(nnx.Module):
         copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
 
         def feed_forward(x: Array) -> Array:
-            out = reduce(self.mlp(copy(self.mlp_norm(x).astype(self.dtype))))
-            return out if self.mlp_out_norm is None else self.mlp_out_norm(out).astype(self.dtype)
+            out = reduce(self.mlp(copy(self._normalised(x, self.mlp_norm))))
+            return self._normalised(out, self.mlp_out_norm)
 
-        normalised = copy(self.attention_norm(x).astype(self.dtype))
+        normalised = copy(self._normalised(x, self.attention_norm))
         out, kv_cache = self.attention(normalised, rotation, window, attend)
-        out = projected(reduce(out))
-        if self.attention_out_norm is not None:
-            out = self.attention_out_norm(out).astype(self.dtype)
-        x = x + out
+        x = x + self._normalised(projected(reduce(out)), self.attention_out_norm)
         return x + self.hooks.tiled(feed_forward)(x), kv_cache
+
+    def _normalised(self, x: Float[Array, "B T width"], norm: nnx.RMSNorm | None) -> Array:
+        return x if norm is None else norm(x).astype(self.dtype)

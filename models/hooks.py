@@ -49,5 +49,8 @@ class Hooks:
     reduce_from_tensor: Callable[[Array], Array] = _unchanged
     """Applied to the outputs of projections whose inputs are split over tensor-parallel devices: a
     sum over the devices (g of Megatron-LM)."""
+    mean_over_tensor: Callable[[Array], Array] = _unchanged
+    """Applied to a mean over the heads of one device, such as that of a norm over all heads: the
+    mean over the tensor-parallel devices, with its gradient."""
     linear_attention: Callable[[str], Any] = _no_linear_attention
     """(rule) -> a `startrail_jax.LinearAttention` for the layers of linear attention."""

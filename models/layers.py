@@ -25,6 +25,8 @@ A layer with a window also gives local_window_size=(keys before, 0), and one wit
 """
 MakeNorm = Callable[..., nnx.RMSNorm]
 """(channels, rngs=) -> a norm"""
+Norms = Literal["before", "both", "after"]
+"""Where a block has norms: before attention and MLP, after each of them, or both."""
 
 
 def projected(x: Array) -> Array:
@@ -59,6 +61,37 @@ def make_norm(channels: int, *, epsilon: float, offset: bool, rngs: nnx.Rngs) ->
         zeros = nnx.initializers.zeros_init()
         return OffsetNorm(channels, epsilon=epsilon, dtype=jnp.float32, scale_init=zeros, rngs=rngs)
     return nnx.RMSNorm(channels, epsilon=epsilon, dtype=jnp.float32, rngs=rngs)
+
+
+class NormOverHeads(nnx.Module):
+    """RMSNorm over the channels of all heads together, which devices may share."""
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        epsilon: float,
+        offset: bool,
+        mean: Callable[[Array], Array],
+    ) -> None:
+        """Builds the scale, [heads, head_dim].
+
+        Args:
+            heads: heads of queries, or of keys.
+            head_dim: channels of a head.
+            epsilon: what is added to the mean square.
+            offset: whether it multiplies by 1 + its scale, which begins with 0.
+            mean: the mean over the devices that share the heads: see `Hooks.mean_over_tensor`.
+        """
+        self.epsilon, self.offset, self.mean = epsilon, offset, mean
+        self.heads_scale = nnx.Param(jnp.full((heads, head_dim), 0.0 if offset else 1.0))
+
+    def __call__(self, x: Float[Array, "B T heads H"]) -> Float[Array, "B T heads H"]:
+        x = x.astype(jnp.float32)
+        mean_square = self.mean(jnp.mean(x * x, axis=(-2, -1), keepdims=True))
+        scale = self.heads_scale[...][None, None]
+        return x * lax.rsqrt(mean_square + self.epsilon) * (1.0 + scale if self.offset else scale)
 
 
 class MLP(nnx.Module):

@@ -34,6 +34,8 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
     "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
     "qwen3_5_text": {"head_dim": 256},
+    "olmo2": {},
+    "olmo_hybrid": {},
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
@@ -50,8 +52,8 @@ _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder
 """Types of model whose MLP has two matrices."""
 _MULTIMODAL = {"qwen3_5": "qwen3_5_text"}
 """Types of model that `--init-text-only` takes, and those of their text models."""
-_HYBRIDS = ("qwen3_5_text",)
-_NORMALISED = ("qwen3", "gemma3")
+_HYBRIDS = ("qwen3_5_text", "olmo_hybrid")
+_NORMALISED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmo_hybrid")
 """How the types of model begin that normalise the heads of queries and keys."""
 
 
@@ -190,7 +192,7 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
 
 
 def _hybrid(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What the layers of a Qwen3.5 mix tokens with, and the sizes of linear attention."""
+    """What the layers of a hybrid mix tokens with, and the sizes of linear attention."""
     layers, types = settings["num_hidden_layers"], settings.get("layer_types")
     if types is None:
         every = settings.get("full_attention_interval", 4)
@@ -204,7 +206,7 @@ def _hybrid(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         "mixers": shortest(mixers),
         "linear": LinearSizes(**sizes),
-        "attention_gate": settings.get("attn_output_gate", True),
+        "attention_gate": settings.get("attn_output_gate", _type_of(settings) != "olmo_hybrid"),
     }
 
 

@@ -87,6 +87,11 @@ ODD = [
     dict(full_attention_interval=7),
     dict(linear_num_key_heads=3),
     dict(attn_output_gate=False),
+    dict(linear_allow_neg_eigval=False),
+    dict(linear_dt_min=0.5, linear_a_log_max=2.0),
+    dict(rope_theta=None),
+    dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
+    dict(rope_parameters=dict(YARN, rope_theta=None)),
     dict(rope_parameters=dict(YARN, rope_theta=50.0, partial_rotary_factor=0.5)),
     dict(rope_parameters=dict(rope_type="default", rope_theta=9.0, mrope_section=[1, 1, 0])),
 ]
@@ -97,9 +102,13 @@ def settings_of(family):
     base = {"model_type": family, **SIZES}
     if "sliding_window" in FAMILIES[family].keys:
         base["sliding_window"] = 7
-    if FAMILIES[family].hybrid:
-        base |= dict(full_attention_interval=2, linear_num_value_heads=4, linear_num_key_heads=2)
+    if FAMILIES[family].linear is not None:
+        base |= dict(linear_num_value_heads=4, linear_num_key_heads=2)
         base |= dict(linear_key_head_dim=4, linear_value_head_dim=6)
+    if family == "qwen3_5_text":
+        base["full_attention_interval"] = 2
+    if family == "olmo_hybrid":
+        base["layer_types"] = [OF_STATES, FULL, OF_STATES]
     yield base
     wide = ("hidden_size", "intermediate_size", "num_hidden_layers")
     only = {**ONLY, **FAMILIES[family].only}
@@ -132,8 +141,13 @@ def logits_of_torch(folder, tokens):
             logits = model(input_ids=torch.tensor(tokens)).logits.numpy()
     except Exception:  # Whatever a file makes transformers raise.
         return None
-    weights = {name: x.detach().contiguous() for name, x in model.named_parameters()}
-    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if config.model_type == "olmo_hybrid":  # Its files have other tensors than the model.
+        values = (folder / "config.json").read_bytes()
+        model.save_pretrained(folder)
+        (folder / "config.json").write_bytes(values)
+    else:
+        weights = {name: x.detach().contiguous() for name, x in model.named_parameters()}
+        safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return logits, windows_of(config)
 
 

@@ -49,6 +49,15 @@ ROPE_GEMMA3 = dict(
     full_attention=dict(rope_type="linear", rope_theta=1000.0, factor=4.0),
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
+OF_STATES = dict(
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=4,
+    linear_value_head_dim=6,
+    linear_conv_kernel_dim=3,
+)
 SMALLER = dict(intermediate_size=12, num_key_value_heads=1, head_dim=4)
 
 # Name -> family, options, and type of the saved weights.
@@ -98,17 +107,18 @@ CASES = {
     # Half of the channels turn, and key heads are shared. A slice of 8 devices has two tokens.
     "qwen3_5": (
         "Qwen3_5",
-        dict(
-            num_hidden_layers=4,
-            layer_types=["linear_attention", "full_attention"] * 2,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=4,
-            linear_value_head_dim=6,
-            linear_conv_kernel_dim=3,
+        OF_STATES
+        | dict(
             rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
             tie_word_embeddings=True,
         ),
+        "float32",
+    ),
+    "olmo2": ("Olmo2", dict(rope_parameters=ROPE_YARN), "float32"),
+    # Without rotary positions, and with norms over all heads, of which devices may have a half.
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        OF_STATES | dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
         "float32",
     ),
 }
@@ -155,12 +165,32 @@ def compute(model, seed):
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     gradients = {name: x.grad.numpy() for name, x in model.named_parameters()}
+    if model.config.model_type == "olmo_hybrid":
+        gradients = as_in_files(gradients, model.config)
     return {
         "tokens": tokens.astype(np.int32),
         "logits": out.logits[:, :-1].detach().numpy(),
         "loss": np.float32(out.loss.item()),
         **{f"gradient {name}": x for name, x in gradients.items()},
     }
+
+
+def as_in_files(arrays, config):
+    """The arrays of an Olmo Hybrid under the names in files, where convolutions are three."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    types = enumerate(config.layer_types)
+    linear = tuple(f"model.layers.{i}." for i, kind in types if kind == "linear_attention")
+    found = {}
+    for name, x in arrays.items():
+        if "linear_attn.conv1d" in name:
+            parts = dict(zip("qkv", np.split(x, [keys, 2 * keys]), strict=True))
+            found |= {name.replace("conv1d", f"{letter}_conv1d"): y for letter, y in parts.items()}
+        elif name.startswith(linear):
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            found[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = x
+        else:
+            found[name] = x
+    return found
 
 
 def write_references(cases):

@@ -303,22 +303,29 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         export_run(tmp_path, lora_config(), tmp_path / "out")
 
 
-@pytest.mark.parametrize("targets", [EVERY, ("key", "out_gate"), ("value", "query", "beta")])
-def test_adapters_of_a_hybrid_are_those_that_are_merged(targets, tmp_path):
-    """Three projections of linear attention are rows of one tensor, with one adapter."""
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3_5", EVERY),
+        ("qwen3_5", ("key", "out_gate")),
+        ("qwen3_5", ("value", "query", "beta")),
+        ("olmo_hybrid", EVERY),
+    ],
+)
+def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_path):
+    """Three projections of a Qwen3.5 are rows of one tensor, with one adapter."""
     lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
-    config = pretrained.make_config(pretrained.REFERENCES / "qwen3_5", lora=lora)
+    config = pretrained.make_config(pretrained.REFERENCES / family, lora=lora)
     shapes = make_program(config, st.Degrees()).state_shapes.model
     rng = np.random.default_rng(0)
     arrays = {
         path_name(path): rng.normal(size=x.shape).astype(np.float32)
         for path, x in jax.tree_util.tree_leaves_with_path(shapes)
     }
-    mixers = config.model.layer_mixers
     for name, of_base in (("base", LoraConfig(rank=1, alpha=1e-30)), ("merged", lora)):
         (tmp_path / name).mkdir()
         writing._write_tensors(
-            arrays, tmp_path / name, np.float32, 10**9, lora=of_base, mixers=mixers
+            arrays, tmp_path / name, np.float32, 10**9, lora=of_base, model=config.model
         )
     base, merged = (load_file(tmp_path / x / "model.safetensors") for x in ("base", "merged"))
     tensors = peft_tensors(arrays, np.float32, config.model)

@@ -105,7 +105,7 @@ def open_it(folder, **changes):
 
 
 GEMMA = dict(
-    mlp="geglu", scaled_embedding=True, post_norms=True, norm_offset=True, tied_head=True,
+    mlp="geglu", scaled_embedding=True, norms="both", norm_offset=True, tied_head=True,
     scale_dim=6, kv_heads=1, head_dim=4, mlp_width=12,
 )  # fmt: skip
 STRETCHED = dict(bases=(100.0, 1000.0), scaling="linear", factor=4.0, stretches="global")
@@ -335,7 +335,7 @@ def test_run_in_the_place_of_a_model_names_the_two_ways_on(tmp_path):
 def test_parts_of_weights_are_those_of_the_whole(name):
     config = make_config(REFERENCES / name)
     rng = np.random.default_rng(0)
-    for path, place in places(weight_shapes(config)):
+    for path, place in places(weight_shapes(config), config.model):
         weight = rng.normal(size=place.shape)
         tensor = place.to_tensor(weight)
         assert tensor.shape == place.tensor_shape
@@ -416,7 +416,7 @@ def write_llama(folder):
     rng = np.random.default_rng(0)
     arrays = {
         name: rng.normal(size=place.tensor_shape, scale=0.02).astype(jnp.bfloat16)
-        for _, place in places(weight_shapes(dataclasses.replace(gpt_tiny(), model=model)))
+        for _, place in places(weight_shapes(dataclasses.replace(gpt_tiny(), model=model)), model)
         for name in place.tensors
     }
     folder.mkdir()
@@ -846,7 +846,8 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     fail(OSError(28, "No space left on device"), StorageError, "No space left")
     large = {"norm/scale": np.full(16, 1e6, np.float32)}
     with refused(NonFiniteError, "float16"):
-        writing._write_tensors(large, tmp_path, np.float16, 10**6, lora=LoraConfig(), mixers=())
+        options = dict(lora=LoraConfig(), model=config.model)
+        writing._write_tensors(large, tmp_path, np.float16, 10**6, **options)
 
     # A config.json that is damaged: the base of its positions, say, is in no other file.
     kept = run_dir / "pretrained/config.json"
@@ -1031,6 +1032,16 @@ def test_hybrids_that_are_no_family_are_not_exported():
     for change in changes:
         with refused(UnsupportedError, "which none of them has together"):
             family_of(dataclasses.replace(model, **change))
+    olmo = make_config(REFERENCES / "olmo_hybrid").model
+    assert family_of(olmo) == "olmo_hybrid"
+    for change in (
+        dict(norms="both"), dict(qk_norm_over="head"),
+        dict(linear=dataclasses.replace(olmo.linear, norms=None)),
+        dict(linear=dataclasses.replace(olmo.linear, largest_beta=1.5)),
+        dict(rope=RopeConfig(bases=("none", "none", "none", 9.0))),
+    ):  # fmt: skip
+        with refused(UnsupportedError, "which none of them has together"):
+            family_of(dataclasses.replace(olmo, **change))
     # What layers of linear attention have no use for changes nothing.
     same = dataclasses.replace(model, rope=dataclasses.replace(model.rope, bases=(7.0, 100.0)))
     assert family_of(same) == "qwen3_5_text"

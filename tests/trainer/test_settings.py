@@ -140,13 +140,15 @@ def test_names_of_an_older_file_keep_their_meaning(config, tmp_path, model, rope
     values["accumulation"] = values.pop("gradient_accumulation")
     values["evaluate_every"] = values.pop("validation_every")
     values["data"]["held_out"] = values["data"].pop("validation_fraction")
-    del values["model"]["windows"], values["model"]["rope"]["bases"]
-    values["model"] |= model
+    del values["model"]["windows"], values["model"]["rope"]["bases"], values["model"]["norms"]
+    values["model"] |= model | {"post_norms": True}
     values["model"]["rope"] |= rope
     path.write_text(json.dumps(values))
     read = load_config(GPTTrainConfig, path)
     assert (read.model.windows, read.model.rope.bases) == (windows, bases)
-    same = replace(read.model, windows=config.model.windows, rope=config.model.rope)
+    assert read.model.norms == "both"
+    given = {name: getattr(config.model, name) for name in ("windows", "rope", "norms")}
+    same = replace(read.model, **given)
     assert replace(read, model=same) == config
 
 

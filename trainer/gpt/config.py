@@ -114,6 +114,8 @@ class LinearConfig:
     norm_eps: float | None = None
     """Number that the norm of the outputs adds to the mean square. The default is
     `model.norm_eps`."""
+    norms: Literal["before", "both", "after"] | None = None
+    """Where such layers have norms. The default is `model.norms`."""
 
     def __post_init__(self) -> None:
         for name in ("heads", "key_heads", "key_dim", "value_dim", "conv"):
@@ -158,7 +160,10 @@ class GPTConfig:
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have a bias, as in Qwen2."""
     qk_norm: bool = False
-    """Whether each head of queries and keys is normalised before it is rotated, as in Qwen3."""
+    """Whether queries and keys are normalised before they are rotated, as in Qwen3."""
+    qk_norm_over: Literal["head", "heads"] = "head"
+    """What such a norm takes the mean over: the channels of each head, or those of all heads, as in
+    OLMo 2."""
     sinks: bool = False
     """Whether each head has a learned logit that counts in the denominator of its softmax, as in
     gpt-oss."""
@@ -168,9 +173,9 @@ class GPTConfig:
     """Cap of the logits of the next token, by the same formula. The default is none."""
     scale_dim: int | None = None
     """The logits of attention are scaled by scale_dim ** -0.5. The default is `head_dim`."""
-    post_norms: bool = False
-    """Whether the outputs of attention and MLP are normalised before they are added to the residual
-    stream, as in Gemma 2."""
+    norms: Literal["before", "both", "after"] = "before"
+    """Whether what attention and MLP take is normalised, what they add to the residual stream, as
+    in OLMo 2 ("after"), or both, as in Gemma 2."""
     norm_offset: bool = False
     """Whether norms multiply by 1 + their scale, as in Gemma."""
     norm_eps: float = 1e-6
@@ -250,6 +255,11 @@ class GPTConfig:
             raise InputError(
                 "model.rope.channels must be even, at least 2 and at most model.head_dim; got "
                 f"channels={channels}, head_dim={self.head_dim}. Leave it out for all."
+            )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise InputError(
+                "model.qk_norm_over='heads' needs norms of queries and keys; got qk_norm=False. "
+                "Use --model.qk-norm, or leave it out."
             )
         self._check_linear()
         stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"

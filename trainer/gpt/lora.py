@@ -18,7 +18,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.gpt.pretrained.families import plain
-from trainer.gpt.pretrained.tensors import TABLES, numbers_of
+from trainer.gpt.pretrained.tensors import numbers_of, tables
 from trainer.parallel.partition import ADAPTERS, join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags, settings_of
@@ -138,7 +138,7 @@ def _modules(model: GPTConfig, targets: Collection[str]) -> dict[str, set[str]]:
         key and value of linear attention is one.
     """
     found: dict[str, set[str]] = {}
-    for part, table in TABLES.items():
+    for part, table in tables(model).items():
         if numbers_of(model.layer_mixers, part):
             for path, (name, _) in table.items():
                 *_, target, kind = ("", *path.split("/"))
@@ -165,7 +165,7 @@ def peft_tensors(
         model: sizes of the model.
     """
     found = {}
-    for part, table in TABLES.items():
+    for part, table in tables(model).items():
         names = dict.fromkeys(name for path, (name, _) in table.items() if path.endswith(KERNEL))
         for name in names:
             rows = [path.removesuffix(f"/{KERNEL}") for path, (x, _) in table.items() if x == name]

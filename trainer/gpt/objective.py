@@ -106,6 +106,7 @@ def model_arguments(config: GPTConfig) -> dict[str, Any]:
     windows = (None,) if config.has_one_window else config.layer_windows
     if "linear" in config.layer_mixers:
         arguments["linear_sizes"] = GatedDeltaSizes(**config.linear_sizes)
+        arguments["linear_norms"] = config.linear.norms
     return arguments | {"windows": windows, "ropes": _ropes(config)}
 
 

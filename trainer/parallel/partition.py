@@ -42,13 +42,16 @@ from trainer.config import SHARDED_AXES
 TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
 # That of each bias, [heads, head_dim], and of the sinks, [heads].
 TENSOR_DIMS |= {"query_bias": 0, "key_bias": 0, "value_bias": 0, "sinks": 0}
+# The scale of a norm over all heads, [heads, head_dim].
+HEADS_SCALE = "heads_scale"
+TENSOR_DIMS |= {HEADS_SCALE: 0}
 # What linear attention has beside these: see `models.gated_delta`.
 TENSOR_DIMS |= {"out_gate": 1, "decay": 1, "beta": 1, "decay_rate": 0, "decay_bias": 0}
 TENSOR_DIMS |= {"query_conv": 1, "key_conv": 1, "value_conv": 1}
 # The weights of key heads, of which there may be fewer than devices along `tensor`; and the axes
 # that divide the heads of which each needs one.
 OF_KEY_HEADS = {
-    ATTENTION: (("key", "value", "key_bias", "value_bias"), ("tensor", "head")),
+    ATTENTION: (("key", "value", "key_bias", "value_bias", HEADS_SCALE), ("tensor", "head")),
     LINEAR: (("query", "key", "query_conv", "key_conv"), ("tensor",)),
 }
 # The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`.
@@ -68,7 +71,7 @@ class Split:
     zero: int | None = None
     """Dimension that is split over the axes of ZeRO; None if none can be, or ZeRO is off."""
     vector: bool = False
-    """Whether it is a vector, such as a norm's scale, which is small and used in float32."""
+    """Whether it is a vector or the scale of a norm, which is small and used in float32."""
     copied_heads: tuple[str, ...] = ()
     """If it is replicated over `tensor` because there are fewer key heads than devices, the axes
     over whose devices heads are divided. Each takes the heads that it needs when the weight is
@@ -185,7 +188,7 @@ class Partition:
         return Split(
             tensor=None if copied else dim,
             zero=stacked if stacked in fits else max(fits, key=lambda i: x.shape[i], default=None),
-            vector=len(x.shape) == stacked + 1,
+            vector=len(x.shape) == stacked + 1 or layer == HEADS_SCALE,
             copied_heads=copied,
             shared=shared,
         )
@@ -291,6 +294,10 @@ class Partition:
     def reduce_from_tensor(self, x: Array) -> Array:
         """`Hooks.reduce_from_tensor`: the sum over `tensor`."""
         return lax.psum(x, self.tensor) if self.tensor else x
+
+    def mean_over_tensor(self, x: Array) -> Array:
+        """`Hooks.mean_over_tensor`: the mean over `tensor`."""
+        return lax.pmean(vary(x, *self.tensor), self.tensor) if self.tensor else x
 
     def reduce(self, gradients: Any, splits: Any) -> Any:
         """The gradients of a step, summed over devices; at levels 2 and 3 they are already."""

@@ -79,6 +79,7 @@ class ShardedModel:
             tiled=partial(in_tiles, tile=self._tile, dtype=self.partition.dtype),
             copy_to_tensor=self.partition.copy_to_tensor,
             reduce_from_tensor=self.partition.reduce_from_tensor,
+            mean_over_tensor=self.partition.mean_over_tensor,
             linear_attention=lambda rule: LinearOnDevice(self.linear(rule)),
         )
         return self._make_model(self.attend, hooks)

@@ -93,6 +93,8 @@ def _rename(values: dict[str, Any]) -> None:
     if isinstance(mesh, dict) and "c" not in mesh and mesh.get("group", 1) is None:
         # Before there was mesh.c, a team without a group set both.
         values["mesh"] = mesh | {"c": mesh.get("team"), "team": None}
+    if isinstance(model, dict) and "post_norms" in model:
+        model["norms"] = "both" if model.pop("post_norms") else "before"
     if isinstance(model, dict) and "window" in model:
         window = model.pop("window")
         if model.get("windows") is None:

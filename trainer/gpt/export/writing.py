@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +24,7 @@ from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
 from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import TOKENIZER, GPTTrainConfig, LoraConfig
+from trainer.gpt.config import TOKENIZER, GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.gpt.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -133,7 +133,7 @@ def export_run(
         if apart:
             _write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model))
         else:
-            options: dict[str, Any] = {"lora": config.lora, "mixers": config.model.layer_mixers}
+            options: dict[str, Any] = {"lora": config.lora, "model": config.model}
             _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, **options)
         for file, path in beside.items():
             copy_file(path, part / file)
@@ -286,11 +286,11 @@ def _write_tensors(
     shard_bytes: int,
     *,
     lora: LoraConfig,
-    mixers: Sequence[str],
+    model: GPTConfig,
 ) -> None:
     """Writes the files of tensors, and their index if there are several."""
     shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
-    of_paths = dict(places(shapes, mixers))
+    of_paths = dict(places(shapes, model))
     found = by_tensor(of_paths)
     size = np.dtype(dtype).itemsize
     sizes = {

@@ -18,15 +18,14 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
-from trainer.gpt.config import GPTConfig, LinearConfig, RopeConfig
+from trainer.gpt.config import GPTConfig, RopeConfig
 from trainer.gpt.pretrained.families import (
     FAMILIES,
     FULL,
-    GEMMA,
     LINEAR,
     MULTIMODAL,
+    NEGATIVE,
     OF_LINEAR,
-    QWEN_HYBRID,
     SLIDING,
     Family,
     paper_factor,
@@ -173,32 +172,33 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         ) from error
     found = ConfigValues(vars(read), name)
     layers, heads, width = read.num_hidden_layers, read.num_attention_heads, read.hidden_size
-    default = None if "head_dim" in given or family.hybrid else width // heads
+    default = None if "head_dim" in given else width // heads
     head_dim = found.number("head_dim", default=default)
     windows = _windows(found, kind)
     length = read.max_position_embeddings
     if family.local_rope:
         rope = _local_rope(found, values, windows)
     else:
-        rope = _read_rope(found, read.rope_parameters, values)
-    if family.skips_rope:
+        may_lack = family.without_rope == "all"
+        rope = _read_rope(found, read.rope_parameters, values, may_lack=may_lack)
+    if family.without_rope == "some":
         skips = _skips(found)
         bases = tuple("none" if skipped else rope.bases[0] for skipped in skips)
         rope = replace(rope, bases=bases) if any(skips) else rope
-    options: dict[str, Any] = {}
-    if family.hybrid:
+    options = dict(family.options)
+    if family.turns_some:
         share = ConfigValues(read.rope_parameters, name).real("partial_rotary_factor", default=1.0)
         rope = replace(rope, channels=int(head_dim * share))
+    if family.linear is not None:
         kinds = {FULL: "attention", LINEAR: "linear"}
-        options = {
-            **QWEN_HYBRID,
-            "mixers": tuple(kinds[x] for x in _types_of(found)),
-            "linear": LinearConfig(**{x: found.number(key) for key, x in OF_LINEAR.items()}),
-        }
+        options["mixers"] = tuple(kinds[x] for x in _types_of(found))
+        sizes: Any = {x: found.number(key) for key, x in OF_LINEAR.items()}
+        if not getattr(read, NEGATIVE, True):
+            sizes["largest_beta"] = 1.0
+        options["linear"] = replace(family.linear, **sizes)
     if family.gemma:
         scale_dim = read.query_pre_attn_scalar
-        options = {
-            **GEMMA,
+        options |= {
             "softcap": read.attn_logit_softcapping,
             "output_softcap": read.final_logit_softcapping,
             "scale_dim": None if scale_dim == head_dim else scale_dim,
@@ -213,8 +213,6 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         head_dim=head_dim,
         mlp_width=read.intermediate_size,
         tied_head=read.tie_word_embeddings,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
         norm_eps=read.rms_norm_eps,
         rope=rope,
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
@@ -328,7 +326,7 @@ def _check_layer_types(values: Mapping[str, Any], kind: str, name: str) -> None:
     of all.
     """
     size, types = values.get("sliding_window"), values.get("layer_types")
-    second = LINEAR if FAMILIES[kind].hybrid else SLIDING
+    second = SLIDING if FAMILIES[kind].linear is None else LINEAR
     if types is not None and (
         not isinstance(types, list) or any(x not in (FULL, second) for x in types)
     ):
@@ -367,9 +365,8 @@ def _check_ropes(values: Mapping[str, Any], family: Family, name: str) -> None:
             if not isinstance(part, dict):
                 raise found.wrong(key, "of objects", given)
             kind = part.get("rope_type", part.get("type", "default"))
-            unknown = sorted(
-                part.keys() - ROPE_KEYS - (ROPE_KEYS_OF_IMAGES if family.hybrid else set())
-            )
+            of_images = ROPE_KEYS_OF_IMAGES if family.turns_some else set()
+            unknown = sorted(part.keys() - ROPE_KEYS - of_images)
             if not isinstance(kind, str) or kind not in SCALINGS or unknown:
                 raise UnsupportedError(
                     f"rope_type must be one of {', '.join(SCALINGS)} in {name!r}; got {kind!r}"
@@ -377,7 +374,7 @@ def _check_ropes(values: Mapping[str, Any], family: Family, name: str) -> None:
                     "model, or rope_type default and --model.rope.scaling ntk."
                 )
             _require("truncate", part.get("truncate"), (True, None), name)
-            if not family.hybrid:
+            if not family.turns_some:
                 share = "partial_rotary_factor"
                 _require(share, part.get(share), (1.0, None), name)
 
@@ -403,10 +400,16 @@ def _local_rope(
 
 
 def _read_rope(
-    found: ConfigValues, given: Mapping[str, Any], values: Mapping[str, Any]
+    found: ConfigValues,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    *,
+    may_lack: bool = False,
 ) -> RopeConfig:
     """One object of rotary positions, as transformers has completed it."""
     rope = ConfigValues(given, found.name)
+    if given["rope_theta"] is None and may_lack:
+        return RopeConfig(bases=("none",))
     base, name = rope.real("rope_theta"), given["rope_type"]
     if name == "default":
         # transformers does not look at a factor.
@@ -460,7 +463,7 @@ def _attention_factor(rope: ConfigValues, factor: float) -> float | None:
 def _windows(found: ConfigValues, kind: str) -> tuple[int | None, ...]:
     """The sliding window of each layer; None for a layer without one."""
     read, layers = found.values, found.values["num_hidden_layers"]
-    if FAMILIES[kind].hybrid:
+    if FAMILIES[kind].linear is not None:
         return (None,) * layers
     size = read.get("sliding_window") if read.get("use_sliding_window", True) else None
     # Mistral has no types of layers.

@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.planner.layers import shortest
-from trainer.gpt.config import GPTConfig, RopeConfig
+from trainer.gpt.config import GPTConfig, LinearConfig, RopeConfig
 
 GELU = "gelu_pytorch_tanh"
-GEMMA = {"mlp": "geglu", "scaled_embedding": True, "post_norms": True, "norm_offset": True}
-"""Options of every Gemma."""
-OTHERS = {
-    **{"mlp": "swiglu", "scaled_embedding": False, "post_norms": False, "norm_offset": False},
-    **{"softcap": None, "output_softcap": None, "scale_dim": None},
+OPTIONS = {
+    **{"mlp": "swiglu", "scaled_embedding": False, "sinks": False, "qkv_bias": False},
+    **{"qk_norm": False, "qk_norm_over": "head", "norms": "before", "norm_offset": False},
+    "attention_gate": False,
 }
-HYBRID = {"attention_gate": False, "mixers": ("attention",)}
-"""Options that no other models than hybrids have."""
-QWEN_HYBRID = {"attention_gate": True, "norm_offset": True}
-"""Options of a Qwen3.5, beside its linear attention and the channels that turn."""
-"""Options of all other families."""
-OF_FAMILIES = ("sinks", "qkv_bias", "qk_norm", "windows")
-"""Options by which families differ."""
+"""Options of a model by which families differ, as most have them."""
+NORMALISED = {"qk_norm": True}
+GEMMA = {"mlp": "geglu", "scaled_embedding": True, "norms": "both", "norm_offset": True}
+OLMO = {"qk_norm": True, "qk_norm_over": "heads", "norms": "after"}
+CAPPED = ("softcap", "output_softcap", "scale_dim")
+"""Options that only a Gemma has."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 LINEAR = "linear_attention"
 """Types of layers in transformers: without a window, with one, and of linear attention."""
@@ -47,16 +45,20 @@ class Family:
     """Keys of a config.json that its models have beside those of all families."""
     only: Mapping[str, tuple[Any, ...]]
     """Keys of which a few values are supported."""
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    skips_rope: bool = False
-    """Whether some layers have no rotary positions."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The `OPTIONS` that are not as most have them."""
+    windows: Literal["no", "some", "all"] = "some"
+    """Which layers may have a window."""
+    without_rope: Literal["no", "some", "all"] = "no"
+    """Which layers may have no rotary positions."""
     gemma: bool = False
-    """Whether it has the norms, the embedding, the MLP and the soft caps of Gemma 2."""
+    """Whether it may have soft caps, and another scale of attention."""
     local_rope: bool = False
     """Whether layers with a window have rotary positions of their own."""
-    hybrid: bool = False
-    """Whether it has layers of linear attention, and what Qwen3.5 has in the others."""
+    linear: LinearConfig | None = None
+    """What its layers of linear attention have beside their sizes; None for none."""
+    turns_some: bool = False
+    """Whether some channels of a head may not turn."""
 
 
 OF_LINEAR = {
@@ -67,26 +69,33 @@ OF_LINEAR = {
     "linear_conv_kernel_dim": "conv",
 }
 """Keys of linear attention -> settings of `LinearConfig`."""
+NEGATIVE = "linear_allow_neg_eigval"
+"""Whether the states of an Olmo Hybrid may change their sign: beta is then at most 2, else 1."""
 LAYERS = ("sliding_window", "layer_types")
 CHOICE = (*LAYERS, "use_sliding_window", "max_window_layers")
 CAPS = ("query_pre_attn_scalar", "final_logit_softcapping")
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", keys=LAYERS, only=SILU),
-    "mistral": Family(architecture="MistralForCausalLM", keys=("sliding_window",), only=SILU),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", keys=CHOICE, only=SILU, qkv_bias=True),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", keys=CHOICE, only=SILU, qk_norm=True),
+    "llama": Family(architecture="LlamaForCausalLM", keys=LAYERS, only=SILU, windows="no"),
+    "mistral": Family(
+        architecture="MistralForCausalLM", keys=("sliding_window",), only=SILU, windows="all"
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", keys=CHOICE, only=SILU, options={"qkv_bias": True}
+    ),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", keys=CHOICE, only=SILU, options=NORMALISED),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
         # Published files have `max_window_layers`, which transformers reads for Qwen only.
         keys=(*CHOICE, "no_rope_layers", "no_rope_layer_interval"),
         only=SILU,
-        skips_rope=True,
+        without_rope="some",
     ),
     "gemma2": Family(
         architecture="Gemma2ForCausalLM",
         # Published files have `sliding_window_size` and `hidden_act`, which nobody reads.
         keys=(*LAYERS, *CAPS, "attn_logit_softcapping", "sliding_window_size", "hidden_act"),
         only=OF_GEMMA | {"sliding_window_pattern": (2,)},
+        options=GEMMA,
         gemma=True,
     ),
     "gemma3_text": Family(
@@ -94,7 +103,7 @@ FAMILIES = {
         keys=(*LAYERS, *CAPS, "sliding_window_pattern", "rope_local_base_freq", "hidden_act"),
         # transformers has the cap of attention, and caps nothing.
         only=OF_GEMMA | {"attn_logit_softcapping": (None,)},
-        qk_norm=True,
+        options=GEMMA | NORMALISED,
         gemma=True,
         local_rope=True,
     ),
@@ -111,8 +120,26 @@ FAMILIES = {
             "output_gate_type": ("swish", "silu", None),
             "mlp_only_layers": ([], None),
         },
-        qk_norm=True,
-        hybrid=True,
+        options=NORMALISED | {"attention_gate": True, "norm_offset": True},
+        windows="no",
+        linear=LinearConfig(),
+        turns_some=True,
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM", keys=(), only=SILU, options=OLMO, windows="no"
+    ),
+    "olmo_hybrid": Family(
+        architecture="OlmoHybridForCausalLM",
+        # Beside the layers, how their weights begin.
+        keys=(
+            *("layer_types", *OF_LINEAR, NEGATIVE, "linear_a_log_min", "linear_a_log_max"),
+            *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+        ),
+        only=SILU,
+        options=OLMO,
+        windows="no",
+        without_rope="all",
+        linear=LinearConfig(norms="before", norm_eps=1e-5, largest_beta=2.0),
     ),
 }
 """The families by `model_type`."""
@@ -124,28 +151,9 @@ def family_of(model: GPTConfig) -> str:
     Raises:
         NotImplementedError: if it is of none.
     """
-    kind = None
-    windows = {window for window in model.layer_windows if window is not None}
-    if model.sinks or len(windows) > 1:  # No family has several.
-        kind = None
-    elif _is_hybrid(model):
-        kind = "qwen3_5_text" if _is_qwen_hybrid(model) else None
-    elif all(getattr(model, name) == value for name, value in GEMMA.items()):
-        if model.qk_norm and not model.qkv_bias and _bases_by_window(model):
-            kind = "gemma3_text"
-        elif not model.qk_norm and not model.qkv_bias and _one_base(model):
-            kind = "gemma2" if None not in model.layer_bases else None
-    elif _one_base(model) and all(getattr(model, x) == value for x, value in OTHERS.items()):
-        skips, mixed = None in model.layer_bases, len(set(model.layer_windows)) > 1
-        kind = {
-            (False, False): "llama" if model.layer_windows[0] is None else "mistral",
-            (True, False): "qwen2",
-            (False, True): "qwen3",
-        }.get((model.qkv_bias, model.qk_norm))
-        if skips or (mixed and kind in ("llama", "mistral")):
-            kind = "smollm3" if kind in ("llama", "mistral") else None
+    kind = next((kind for kind, family in FAMILIES.items() if _fits(model, family)), None)
     if kind is None:
-        given = {name: getattr(model, name) for name in (*OF_FAMILIES, *OTHERS, *HYBRID)}
+        given = {name: getattr(model, name) for name in (*OPTIONS, *CAPPED, "windows", "mixers")}
         raise UnsupportedError(
             f"A model that is exported must be one of {', '.join(FAMILIES)}; got "
             f"{', '.join(f'{name}={value!r}' for name, value in given.items())}, "
@@ -156,34 +164,51 @@ def family_of(model: GPTConfig) -> str:
     return kind
 
 
-def _is_hybrid(model: GPTConfig) -> bool:
-    """Whether a model has something of hybrid ones."""
-    given = any(getattr(model, name) != value for name, value in HYBRID.items())
-    return given or model.rope.channels is not None
+def _fits(model: GPTConfig, family: Family) -> bool:
+    """Whether a model is one of a family."""
+    model = plain(model)
+    windows = set(model.layer_windows)
+    without_rope = {base is None for base in model.layer_bases}
+    return all(
+        (
+            {**OPTIONS, **family.options} == {name: getattr(model, name) for name in OPTIONS},
+            family.gemma or all(getattr(model, name) is None for name in CAPPED),
+            family.turns_some or model.rope.channels is None,
+            len(windows - {None}) <= 1,
+            windows == {None} or family.windows != "no",
+            None not in windows or family.windows != "all",
+            (_bases_by_window if family.local_rope else _one_base)(model),
+            True not in without_rope or family.without_rope != "no",
+            len(without_rope) == 1 or family.without_rope == "some",
+            _fits_linear(model, family),
+        )
+    )
 
 
-def _is_qwen_hybrid(model: GPTConfig) -> bool:
-    """Whether a hybrid is a Qwen3.5."""
-    options = OTHERS | QWEN_HYBRID | {"qk_norm": True, "qkv_bias": False}
-    simple = plain(model)
-    return (
-        all(getattr(model, name) == value for name, value in options.items())
-        and (simple.linear.largest_beta, simple.linear.norm_eps) == (1.0, None)
-        and simple.windows == ("none",)
-        and len(simple.rope.bases) == 1
-        and simple.rope.bases != ("none",)
+def _fits_linear(model: GPTConfig, family: Family) -> bool:
+    """Whether the layers of linear attention of a model, if it has some, are those of a family."""
+    given, wanted = model.linear, family.linear
+    if "linear" not in model.layer_mixers:
+        # Of those, only an Olmo Hybrid must have such layers.
+        return wanted is None or wanted.norms is None
+    return wanted is not None and (
+        given.largest_beta in (1.0, wanted.largest_beta)
+        and (given.norm_eps or model.norm_eps) == (wanted.norm_eps or model.norm_eps)
+        and (given.norms or model.norms) == (wanted.norms or model.norms)
     )
 
 
 def rotary_values(model: GPTConfig) -> dict[str, Any]:
     """The values of a config.json that say what the rotary positions of a model are."""
     family = FAMILIES[family_of(model)]
-    if family.hybrid:
+    if family.linear is not None:
         values = _rope_values(model)
-        channels = model.rope.channels or model.head_dim
-        scaling = values["rope_scaling"] or {"rope_type": "default"}
-        share = {"partial_rotary_factor": channels / model.head_dim}
-        return {"rope_parameters": {"rope_theta": values["rope_theta"], **share, **scaling}}
+        scaling: dict[str, Any] = values["rope_scaling"] or {"rope_type": "default"}
+        if family.turns_some:
+            channels = model.rope.channels or model.head_dim
+            scaling["partial_rotary_factor"] = channels / model.head_dim
+        theta = None if plain(model).rope.bases == ("none",) else values["rope_theta"]
+        return {"rope_parameters": {"rope_theta": theta, **scaling}}
     return (_local_rope_values if family.local_rope else _rope_values)(model)
 
 
@@ -294,7 +319,8 @@ def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
     }
     if family.gemma or size is not None:
         found["layer_types"] = kinds
-    if family.hybrid:
+    if family.linear is not None:
+        found[NEGATIVE] = model.linear.largest_beta == 2
         found["layer_types"] = [FULL if x == "attention" else LINEAR for x in model.layer_mixers]
         found |= {key: model.linear_sizes[name] for key, name in OF_LINEAR.items()}
     return {key: value for key, value in found.items() if key in family.keys}
@@ -311,7 +337,8 @@ def plain(model: GPTConfig) -> GPTConfig:
     if "linear" in model.mixers:
         sizes = model.linear_sizes
         sizes["norm_eps"] = None if sizes["norm_eps"] == model.norm_eps else sizes["norm_eps"]
-        model = replace(model, linear=replace(model.linear, **sizes))
+        norms = None if model.linear.norms == model.norms else model.linear.norms
+        model = replace(model, linear=replace(model.linear, **sizes, norms=norms))
     rope = replace(rope, bases=pattern(_like_attention(model, model.layer_bases)))
     return replace(model, rope=rope, windows=pattern(_like_attention(model, model.layer_windows)))
 

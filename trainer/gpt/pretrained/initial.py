@@ -22,6 +22,7 @@ from trainer.data.opening import read_object, reading
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description, text_values
 from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
+from trainer.gpt.pretrained.olmo import as_published
 from trainer.gpt.pretrained.tensors import IMAGES, Place, Tensors, open_tensors, places
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
@@ -167,8 +168,9 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             path_name(path): tuple(x.shape)
             for path, x in jax.tree_util.tree_leaves_with_path(shapes)
         }
-        found = dict(places(named, config.model.layer_mixers))
+        found = dict(places(named, config.model))
         wanted = {name: place.whole_shape for place in found.values() for name in place.tensors}
+        tensors = as_published(tensors, wanted)
         images = tensors.left_out.get(IMAGES, 0)
         if images and not config.init_text_only:
             raise InputError(

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from models.periods import ATTENTION, LINEAR
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
+from trainer.gpt.config import GPTConfig
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,22 +56,26 @@ OF_LAYER: Mapping[str, tuple[str, Groups]] = {
     "attention/sinks": ("self_attn.sinks", AS_IT_IS),
     "attention/query_norm/scale": ("self_attn.q_norm.weight", AS_IT_IS),
     "attention/key_norm/scale": ("self_attn.k_norm.weight", AS_IT_IS),
+    "attention/query_norm/heads_scale": ("self_attn.q_norm.weight", ((0, 1),)),
+    "attention/key_norm/heads_scale": ("self_attn.k_norm.weight", ((0, 1),)),
     "mlp_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
     "mlp/gate/kernel": ("mlp.gate_proj.weight", TRANSPOSED),
     "mlp/up/kernel": ("mlp.up_proj.weight", TRANSPOSED),
     "mlp/down/kernel": ("mlp.down_proj.weight", TRANSPOSED),
 }
 """Weight of a layer -> tensor of a layer."""
+IN_ROWS: Groups = ((1, 2), (0,))
+OF_CONV: Groups = ((1, 2), (), (0,))
 OF_LINEAR: Mapping[str, tuple[str, Groups]] = {
-    "attention/query/kernel": ("linear_attn.in_proj_qkv.weight", ((1, 2), (0,))),
-    "attention/key/kernel": ("linear_attn.in_proj_qkv.weight", ((1, 2), (0,))),
-    "attention/value/kernel": ("linear_attn.in_proj_qkv.weight", ((1, 2), (0,))),
-    "attention/out_gate/kernel": ("linear_attn.in_proj_z.weight", ((1, 2), (0,))),
+    "attention/query/kernel": ("linear_attn.in_proj_qkv.weight", IN_ROWS),
+    "attention/key/kernel": ("linear_attn.in_proj_qkv.weight", IN_ROWS),
+    "attention/value/kernel": ("linear_attn.in_proj_qkv.weight", IN_ROWS),
+    "attention/out_gate/kernel": ("linear_attn.in_proj_z.weight", IN_ROWS),
     "attention/decay/kernel": ("linear_attn.in_proj_a.weight", TRANSPOSED),
     "attention/beta/kernel": ("linear_attn.in_proj_b.weight", TRANSPOSED),
-    "attention/query_conv": ("linear_attn.conv1d.weight", ((1, 2), (), (0,))),
-    "attention/key_conv": ("linear_attn.conv1d.weight", ((1, 2), (), (0,))),
-    "attention/value_conv": ("linear_attn.conv1d.weight", ((1, 2), (), (0,))),
+    "attention/query_conv": ("linear_attn.conv1d.weight", OF_CONV),
+    "attention/key_conv": ("linear_attn.conv1d.weight", OF_CONV),
+    "attention/value_conv": ("linear_attn.conv1d.weight", OF_CONV),
     "attention/decay_rate": ("linear_attn.A_log", AS_IT_IS),
     "attention/decay_bias": ("linear_attn.dt_bias", AS_IT_IS),
     "attention/out_norm/scale": ("linear_attn.norm.weight", AS_IT_IS),
@@ -78,6 +83,22 @@ OF_LINEAR: Mapping[str, tuple[str, Groups]] = {
 }
 """The same of linear attention. Where several weights are one tensor, its rows are theirs, in the
 order of this table."""
+OF_OLMO: Mapping[str, tuple[str, Groups]] = {
+    "attention_norm/scale": ("attention_layer_norm.weight", AS_IT_IS),
+    "mlp_norm/scale": ("feedforward_layer_norm.weight", AS_IT_IS),
+    "attention/query/kernel": ("linear_attn.q_proj.weight", IN_ROWS),
+    "attention/key/kernel": ("linear_attn.k_proj.weight", IN_ROWS),
+    "attention/value/kernel": ("linear_attn.v_proj.weight", IN_ROWS),
+    "attention/out_gate/kernel": ("linear_attn.g_proj.weight", IN_ROWS),
+    "attention/decay/kernel": ("linear_attn.a_proj.weight", TRANSPOSED),
+    "attention/beta/kernel": ("linear_attn.b_proj.weight", TRANSPOSED),
+    "attention/query_conv": ("linear_attn.q_conv1d.weight", OF_CONV),
+    "attention/key_conv": ("linear_attn.k_conv1d.weight", OF_CONV),
+    "attention/value_conv": ("linear_attn.v_conv1d.weight", OF_CONV),
+    "attention/out_norm/scale": ("linear_attn.o_norm.weight", AS_IT_IS),
+    "attention/out/kernel": ("linear_attn.o_proj.weight", ((2,), (0, 1))),
+}
+"""What an Olmo Hybrid has in its layers of linear attention, beside the decay of others."""
 AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
     "attention_out_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
     "mlp_norm/scale": ("pre_feedforward_layernorm.weight", AS_IT_IS),
@@ -86,12 +107,14 @@ AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
 """What has another name in a model that normalises what a block adds, as Gemma does."""
 
 
-TABLES: Mapping[str, Mapping[str, tuple[str, Groups]]] = {
-    ATTENTION: OF_LAYER,
-    LINEAR: {path: x for path, x in OF_LAYER.items() if not path.startswith("attention/")}
-    | dict(OF_LINEAR),
-}
-"""Part of a model -> weight of a layer -> tensor."""
+def tables(model: GPTConfig) -> Mapping[str, Mapping[str, tuple[str, Groups]]]:
+    """Part of a model -> weight of a layer -> tensor."""
+    of_all = {path: x for path, x in OF_LAYER.items() if not path.startswith("attention/")}
+    is_olmo = model.norms == "after"
+    return {
+        ATTENTION: OF_LAYER if model.norms == "before" else {**OF_LAYER, **AFTER_BLOCKS},
+        LINEAR: of_all | dict(OF_LINEAR) | (dict(OF_OLMO) if is_olmo else {}),
+    }
 
 
 def numbers_of(mixers: Sequence[str], part: str) -> list[int]:
@@ -162,23 +185,19 @@ class Place:
         return [dim for group in self.groups for dim in group]
 
 
-def places(
-    shapes: Mapping[str, tuple[int, ...]], mixers: Sequence[str] = ()
-) -> Iterator[tuple[str, Place]]:
+def places(shapes: Mapping[str, tuple[int, ...]], model: GPTConfig) -> Iterator[tuple[str, Place]]:
     """The place of every weight of a model.
 
     Args:
         shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
-        mixers: what each layer mixes tokens with; all do with attention if it is left out.
+        model: the model.
     """
-    tables = dict(TABLES)
-    if any(path.endswith("attention_out_norm/scale") for path in shapes):
-        tables[ATTENTION] = {**OF_LAYER, **AFTER_BLOCKS}
+    of_parts = tables(model)
     for path, shape in shapes.items():
         part, _, rest = path.partition("/")
-        if part in tables:
-            table = tables[part]
-            layers = numbers_of(mixers, part) or range(shape[0])
+        if part in of_parts:
+            table = of_parts[part]
+            layers = numbers_of(model.layer_mixers, part)
             name, groups = table[rest]
             place = Place(
                 tensors=tuple(f"model.layers.{layer}.{name}" for layer in layers),
@@ -186,7 +205,8 @@ def places(
                 shape=shape[1:],
                 groups=groups,
             )
-            beside = [x for x, (other, _) in table.items() if other == name]
+            others = [x for x, (other, _) in table.items() if other == name]
+            beside = [x for x in others if f"{part}/{x}" in shapes]
             if beside[1:]:
                 # Heads and their channels are the last dimensions of all of them.
                 sizes = [math.prod(shapes[f"{part}/{x}"][-2:]) for x in beside]
