@@ -213,6 +213,7 @@ _WAITS = {
     "recomputation": "recomputes for {} more",
     "optimizer": "spends {} more in the optimizer",
     "attention waits": "waits {} more for the messages of attention",
+    "state waits": "waits {} more for the states of linear attention",
     "tensor waits": "waits {} more for sums over tensor",
     "zero waits": "waits {} more for weights and sums of gradients",
     "offload waits": "waits {} more for the memory of the host",

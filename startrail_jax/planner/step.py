@@ -38,7 +38,7 @@ COMPUTE = (
     *("attention", "linear attention", "products", "other kernels", "recomputation", "optimizer"),
 )
 """The parts in which kernels run."""
-EXPOSED = ("attention waits", "tensor waits", "zero waits", "offload waits")
+EXPOSED = ("attention waits", "state waits", "tensor waits", "zero waits", "offload waits")
 """The parts in which a device waits for messages."""
 
 
@@ -158,6 +158,7 @@ class Step:
             "recomputation": self._of_layers(again) + repeats * forward.compute,
             "optimizer": _ADAM_BYTES * shard / self.cluster.gpu.memory_rate,
             "attention waits": waits,
+            "state waits": (2 + repeats) * self._states,
             "tensor waits": layers * sums * self._tensor_sum().seconds,
             "zero waits": self._zero(savings.zero, layer, backs),
             "offload waits": self._offload(savings),
@@ -171,6 +172,36 @@ class Step:
         size = _FLOAT32 * model.linear.values * model.linear.key_dim / self.settings.tensor
         moved = model.linear_layers * self.tokens * states * size
         return moved / self.cluster.gpu.memory_rate
+
+    @functools.cached_property
+    def _states(self) -> np.ndarray:
+        """Seconds of the messages of all layers of linear attention in one pass.
+
+        They are those of `startrail_jax.linear.cost` for rows in zigzag order: up the line of
+        devices, and down again.
+        """
+        model, linear, found = self.call.model, self.call.model.linear, np.zeros(len(self.settings))
+        if linear is None:
+            return found
+        for devices in {*self.settings.sequence.tolist()} - {1}:
+            rows = np.flatnonzero(self.settings.sequence == devices)
+            numbers = self.call.batch * linear.heads * linear.key_dim
+            size = _FLOAT32 * numbers / self.settings.tensor[rows] / self.settings.data[rows]
+            state, whole = size * linear.value_dim, size * (linear.value_dim + linear.key_dim)
+            ranks, steps = np.arange(devices), (devices - 1).bit_length()
+            inside = np.minimum(self.cluster.gpus_per_node // self.settings.tensor[rows], devices)
+            inside = np.maximum(inside, 1)
+            in_middle = 2 * state * (devices - 1) / devices
+            seconds = self._links.collective("all_reduce", devices, inside, in_middle).seconds
+            for step, distance in enumerate((*(2**i for i in range(steps)), 1)):
+                targets = np.minimum(ranks + distance, devices - 1)
+                targets = np.where(ranks + distance < devices, targets, ranks)
+                across, within = self._links.of_pairs(rows, targets[None], np.ones(1))
+                for moved in (whole if step < steps - 1 else state, whole):
+                    sent = across * moved, within * moved, 1, np.where(within > 0, moved, 0)
+                    seconds = seconds + self._links.messages(*sent).seconds
+            found[rows] = model.linear_layers * seconds
+        return found
 
     def _zero(
         self, level: int, forwards: Sequence[np.ndarray], backwards: Sequence[np.ndarray]

@@ -25,7 +25,7 @@ from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
 from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
 from startrail_jax.planner.here import LinkSpeed, _ports, data_sheet_cluster, measure_cluster
 from startrail_jax.planner.memory import footprint_of
-from startrail_jax.planner.models import MODELS, ModelSizes
+from startrail_jax.planner.models import MODELS, LinearSizes, ModelSizes
 from startrail_jax.planner.planning import plan_of
 from startrail_jax.planner.quantities import parse_rate
 from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Search
@@ -674,6 +674,17 @@ def test_kernels_between_matrices_take_the_time_of_their_bytes():
     layer = 2 * (8 * 64 + 2 * 16 * 16 + asked.model.mlp_matrices * 96)
     bytes_of_token = 4 * layer * asked.model.layers + 16 * 128
     np.testing.assert_allclose(parts["other kernels"], 512 * bytes_of_token / 1e9)
+
+
+def test_states_of_linear_attention_wait_for_their_messages():
+    """Of four devices: a map and two states go up, one state is summed, and three maps go down."""
+    sizes = LinearSizes(heads=6, key_heads=2, key_dim=8, value_dim=12, conv=4)
+    asked = call(mixers=("linear", "attention"), linear=sizes, batch=3)
+    for remat, passes in (("attention_saved", 2), ("full", 3)):
+        savings = Savings(zero=0, remat=remat, offload=False, tiled=False)
+        parts = Step(Timing(one(ring=4), cluster(1, 4), asked)).parts(savings)
+        numbers = 3 * 6 * 8 * (4 * (8 + 12) + (2 + 2 * 3 / 4) * 12)
+        np.testing.assert_allclose(parts["state waits"], passes * 4 * numbers / 1e9)
 
 
 @pytest.mark.parametrize(("remat", "times"), [("none", 0), ("attention_saved", 1), ("full", 0)])
