@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.layers import AttentionFn, NormOverHeads, projected
+from models.layers import AttentionFn, NormOverHeads, biased, projected
 from models.linear import linear
 from models.rope import rotate
 from startrail_jax.xla.ordering import compute_first
@@ -75,20 +75,20 @@ class GPTAttention(nnx.Module):
         attend: CachedAttentionFn,
     ) -> tuple[Float[Array, "B T width"], Any]:
         """Attention with projections; returns its output and the cache that `attend` returned."""
-        query = _biased(projected(self.query(x)), self.query_bias)
+        query = biased(projected(self.query(x)), self.query_bias)
         gate = None
         if self.gated:
             query, gate = jnp.split(query, 2, axis=-1)
         query = _normalised_and_rotated(query, self.query_norm, rotation)
         query, x = compute_first(query, x)
-        key = _biased(projected(self.key(x)), self.key_bias)
+        key = biased(projected(self.key(x)), self.key_bias)
         key = _normalised_and_rotated(key, self.key_norm, rotation)
         # In the words of `jax.nn.dot_product_attention`; only what a layer has is asked for.
         options: dict[str, Any] = {} if window is None else {"local_window_size": (window - 1, 0)}
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
         out, kv_cache = attend(
-            query, key, _biased(projected(self.value(x)), self.value_bias), **options
+            query, key, biased(projected(self.value(x)), self.value_bias), **options
         )
         if gate is not None:
             opened = out.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
@@ -99,13 +99,6 @@ class GPTAttention(nnx.Module):
         """The model's attention callable, with None in the place of a cache."""
         attention_fn = functools.partial(self.attention_fn, segment_ids=segment_ids)
         return lambda *arrays, **options: (attention_fn(*arrays, **options), None)
-
-
-def _biased(x: Float[Array, "B T heads H"], bias: nnx.Param | None) -> Float[Array, "B T heads H"]:
-    """x + bias. The sum is in float32, so that the gradient of the bias, a long sum, is too."""
-    if bias is None:
-        return x
-    return (x.astype(jnp.float32) + bias[...][None, None]).astype(x.dtype)
 
 
 def _normalised_and_rotated(

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
@@ -28,6 +27,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, projected
 from models.linear import linear
+from models.modulation import add_gated, modulate, one_by_one, sinusoids
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
 from startrail_jax.xla.ordering import compute_first
@@ -41,10 +41,6 @@ TIME_CHANNELS = 256
 """Sines and cosines in which a time is coded."""
 TIME_SCALE = 1000.0
 """Factor of times: DiT's embedding is made for the steps 0 to 1000 of DDPM."""
-LONGEST = 10_000.0
-"""Longest wavelength of sinusoids divided by 2 pi, in positions or steps."""
-EPSILON = 1e-6
-"""Added to the variance in a norm."""
 
 
 class DiT(nnx.Module):
@@ -203,7 +199,7 @@ class DiT(nnx.Module):
         context = condition, segment_ids
         x = x.astype(self.dtype)
         x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
-        shift, scale = _one_by_one(self.modulation(condition))
+        shift, scale = one_by_one(self.modulation(condition))
         return modulate(x[:, texts:], shift, scale)
 
     def output(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
@@ -311,7 +307,7 @@ class DiTStream(nnx.Module):
         self, x: Float[Array, "B T width"], condition: Float32[Array, "B width"]
     ) -> _Prepared:
         """What the stream does before attention."""
-        shift, scale, *later = _one_by_one(self.modulation(condition))
+        shift, scale, *later = one_by_one(self.modulation(condition))
         normalised = self.hooks.copy_to_tensor(modulate(x, shift, scale))
         query, normalised = compute_first(projected(self.query(normalised)), normalised)
         return _Prepared(
@@ -333,49 +329,10 @@ class DiTStream(nnx.Module):
             return reduce(self.mlp(copy(x)))
 
         out = projected(reduce(self.out(attended)))
-        x = _add_gated(prepared.x, attention_gate, out)
+        x = add_gated(prepared.x, attention_gate, out)
         # A tile may hold tokens of several rows, so that modulation, by row, stays outside of it.
         mlp = self.hooks.tiled(feed_forward)
-        return _add_gated(x, mlp_gate, mlp(modulate(x, shift, scale)))
-
-
-def modulate(
-    x: Float[Array, "B T width"],
-    shift: Float32[Array, "B 1 width"],
-    scale: Float32[Array, "B 1 width"],
-) -> Float[Array, "B T width"]:
-    """layer_norm(x) * (1 + scale) + shift, computed in float32 and then rounded."""
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(centred**2, axis=-1, keepdims=True)
-    return (centred * lax.rsqrt(variance + EPSILON) * (1 + scale) + shift).astype(x.dtype)
-
-
-def _add_gated(x: Array, gate: Array, y: Array) -> Array:
-    """x + gate * y, computed in float32, the type of the gate [B 1 width], and then rounded."""
-    return (x + gate * y).astype(x.dtype)
-
-
-def _one_by_one(modulations: Float32[Array, "B count width"]) -> list[Float32[Array, "B 1 width"]]:
-    """The modulations one by one."""
-    return jnp.split(modulations, modulations.shape[1], axis=1)
-
-
-def sinusoids(
-    x: Float32[Array, "..."] | Int32[Array, "..."], channels: int
-) -> Float32[Array, "... channels"]:
-    """Sines, then cosines, of x times frequencies that fall geometrically from 1.
-
-    Args:
-        x: positions or steps.
-        channels: number of sines and cosines, even; pair i has the frequency LONGEST^(-i / pairs).
-    """
-    pairs = channels // 2
-    frequencies = jnp.asarray(LONGEST ** (-np.arange(pairs) / max(pairs, 1)), jnp.float32)
-    angles = jnp.expand_dims(x.astype(jnp.float32), -1) * jnp.expand_dims(
-        frequencies, tuple(range(x.ndim))
-    )
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        return add_gated(x, mlp_gate, mlp(modulate(x, shift, scale)))
 
 
 def grid_sinusoids(positions: Int32[Array, "B T 3"], width: int) -> Float32[Array, "B T width"]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jaxtyping import Array
 
 from models.periods import ATTENTION, layer_of
@@ -14,6 +15,10 @@ from startrail_jax.errors import InputError
 
 def _unchanged(x: Any) -> Any:
     return x
+
+
+def _attend(query: Array, key: Array, value: Array) -> Array:
+    return jax.nn.dot_product_attention(query, key, value)
 
 
 def _run_layer(layer: Callable[..., Any], part: str = ATTENTION) -> Callable[..., Any]:
@@ -52,5 +57,8 @@ class Hooks:
     mean_over_tensor: Callable[[Array], Array] = _unchanged
     """Applied to a mean over the heads of one device, such as that of a norm over all heads: the
     mean over the tensor-parallel devices, with its gradient."""
+    attend_whole: Callable[[Array, Array, Array], Array] = _attend
+    """Attention of tokens to others that are whole on every device, such as those of a text:
+    (query [B T N H], key [B S N H], value [B S N H]) -> [B T N H]."""
     linear_attention: Callable[[str], Any] = _no_linear_attention
     """(rule) -> a `startrail_jax.LinearAttention` for the layers of linear attention."""

@@ -16,6 +16,8 @@ from models.linear import linear
 
 PROJECTION, HIDDEN = "projection", "hidden"
 """`checkpoint_name`s of the projections around attention, and of the hidden channels of an MLP."""
+PRECISE = ("heads_scale", "modulation_table")
+"""Weights of several dimensions that are used in float32, as vectors are."""
 
 
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
@@ -32,6 +34,13 @@ Norms = Literal["before", "both", "after"]
 def projected(x: Array) -> Array:
     """A projection before or after attention, under its name."""
     return checkpoint_name(x, PROJECTION)
+
+
+def biased(x: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array, "B T ..."]:
+    """x + bias. The sum is in float32, so that the gradient of the bias, a long sum, is too."""
+    if bias is None:
+        return x
+    return (x.astype(jnp.float32) + bias[...][None, None]).astype(x.dtype)
 
 
 class OffsetNorm(nnx.RMSNorm):

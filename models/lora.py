@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.layers import PRECISE
 from models.linear import project
 
 
@@ -84,7 +85,8 @@ def add_adapters(
     """
     for path, weight in list(nnx.iter_graph(model)):
         stacked = not {*model.parts}.isdisjoint(path)
-        if isinstance(weight, nnx.Param) and weight[...].ndim > 1 + stacked:
+        is_matrix = isinstance(weight, nnx.Param) and weight[...].ndim > 1 + stacked
+        if is_matrix and path[-1] not in PRECISE:
             weight.set_value(weight[...].astype(base_dtype))
     for part in model.parts:
         for _, module in list(nnx.iter_modules(getattr(model, part))):

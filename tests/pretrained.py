@@ -16,9 +16,9 @@ from trainer.gpt.export.writing import export_run
 from trainer.gpt.pretrained.defaults import pretrained as config_of
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
-from trainer.gpt.pretrained.tensors import by_tensor
 from trainer.parallel.partition import path_name
 from trainer.tasks import load_train_config
+from trainer.weights.places import by_tensor
 
 REFERENCES = Path(__file__).parent / "parity" / "references"
 CASES = sorted(path.name for path in REFERENCES.glob("*"))

@@ -43,6 +43,7 @@ LAYERS = (
     {"trainer.config"},
     {"trainer.objective"},
     {"trainer.run", "trainer.data"},
+    {"trainer.weights"},
     {"trainer.processes", "trainer.parallel", "trainer.task"},
     {"trainer.checkpoints"},
     {"trainer.planning", "trainer.mirror"},

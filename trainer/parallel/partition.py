@@ -31,6 +31,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from models.layers import PRECISE
 from models.periods import ATTENTION, LINEAR
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
@@ -42,16 +43,16 @@ from trainer.config import SHARDED_AXES
 TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
 # That of each bias, [heads, head_dim], and of the sinks, [heads].
 TENSOR_DIMS |= {"query_bias": 0, "key_bias": 0, "value_bias": 0, "sinks": 0}
-# The scale of a norm over all heads, [heads, head_dim].
-HEADS_SCALE = "heads_scale"
-TENSOR_DIMS |= {HEADS_SCALE: 0}
+# The scale of a norm over all heads, [heads, head_dim], and the biases of video models.
+TENSOR_DIMS |= {"heads_scale": 0, "up_bias": 0, "image_key_bias": 0, "image_value_bias": 0}
+TENSOR_DIMS |= {"image_key": 1, "image_value": 1}
 # What linear attention has beside these: see `models.gated_delta`.
 TENSOR_DIMS |= {"out_gate": 1, "decay": 1, "beta": 1, "decay_rate": 0, "decay_bias": 0}
 TENSOR_DIMS |= {"query_conv": 1, "key_conv": 1, "value_conv": 1}
 # The weights of key heads, of which there may be fewer than devices along `tensor`; and the axes
 # that divide the heads of which each needs one.
 OF_KEY_HEADS = {
-    ATTENTION: (("key", "value", "key_bias", "value_bias", HEADS_SCALE), ("tensor", "head")),
+    ATTENTION: (("key", "value", "key_bias", "value_bias", "heads_scale"), ("tensor", "head")),
     LINEAR: (("query", "key", "query_conv", "key_conv"), ("tensor",)),
 }
 # The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`.
@@ -188,7 +189,7 @@ class Partition:
         return Split(
             tensor=None if copied else dim,
             zero=stacked if stacked in fits else max(fits, key=lambda i: x.shape[i], default=None),
-            vector=len(x.shape) == stacked + 1 or layer == HEADS_SCALE,
+            vector=len(x.shape) == stacked + 1 or layer in PRECISE,
             copied_heads=copied,
             shared=shared,
         )

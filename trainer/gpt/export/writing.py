@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Shaped
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from models.hooks import Hooks
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
-from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.template import TEMPLATE_FILE
 from trainer.gpt.config import TOKENIZER, GPTConfig, GPTTrainConfig, LoraConfig
 from trainer.gpt.lora import (
@@ -46,9 +42,10 @@ from trainer.gpt.pretrained.families import (
     without_rope,
 )
 from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
-from trainer.gpt.pretrained.tensors import INDEX, ONE_FILE, Place, by_tensor, places
+from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
+from trainer.weights.writing import write_file, write_tensors
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 2 * 10**9
@@ -131,7 +128,7 @@ def export_run(
 
     def write(part: Path) -> None:
         if apart:
-            _write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model))
+            write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model))
         else:
             options: dict[str, Any] = {"lora": config.lora, "model": config.model}
             _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, **options)
@@ -268,17 +265,6 @@ def _same_model(values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
         return False
 
 
-def _write_file(path: Path, tensors: dict[str, Any]) -> None:
-    try:
-        # transformers asks for the format.
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # It hides what the operating system said.
-        raise StorageError(
-            f"Tensors must be written to a disk with space for them; got {str(path.parent)!r}: "
-            f"{error}. Fix that, or give another OUT."
-        ) from error
-
-
 def _write_tensors(
     arrays: Mapping[str, Any],
     folder: Path,
@@ -288,44 +274,11 @@ def _write_tensors(
     lora: LoraConfig,
     model: GPTConfig,
 ) -> None:
-    """Writes the files of tensors, and their index if there are several."""
     shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
-    of_paths = dict(places(shapes, model))
-    found = by_tensor(of_paths)
-    size = np.dtype(dtype).itemsize
-    sizes = {
-        name: math.prod(of_paths[path].whole_shape) * size
-        for name, ((path, _), *_) in found.items()
-    }
-    shards: list[list[str]] = [[]]
-    for name in found:
-        if shards[-1] and sum(sizes[x] for x in shards[-1]) + sizes[name] > shard_bytes:
-            shards.append([])
-        shards[-1].append(name)
-    files = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if shards[1:] else ONE_FILE
-        tensors = {}
-        for name in names:
-            parts = [_tensor(arrays, x, of_paths[x], n, dtype, lora) for x, n in found[name]]
-            tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        _write_file(folder / file, tensors)
-        files |= dict.fromkeys(names, file)
-    if shards[1:]:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    found = dict(places(shapes, model))
 
+    def weight(path: str, layer: int) -> Shaped[np.ndarray, "..."]:
+        stacked = found[path].stacked
+        return merged(arrays, path, layer, lora) if stacked else np.asarray(arrays[path])
 
-def _tensor(
-    arrays: Mapping[str, Any], path: str, place: Place, layer: int, dtype: Any, lora: LoraConfig
-) -> Shaped[np.ndarray, "..."]:
-    whole = merged(arrays, path, layer, lora) if place.stacked else np.asarray(arrays[path])
-    weight = place.to_tensor(whole)
-    with np.errstate(over="ignore"):
-        tensor = weight.astype(dtype)
-    if not np.isfinite(tensor).all():
-        raise NonFiniteError(
-            f"The weights must be finite in the type that is exported; got {path}, which is not in "
-            f"{np.dtype(dtype).name}. Use --dtype float32, or another checkpoint."
-        )
-    return tensor
+    write_tensors(found, weight, folder, dtype, shard_bytes=shard_bytes)

@@ -23,12 +23,14 @@ from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description, text_values
 from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
 from trainer.gpt.pretrained.olmo import as_published
-from trainer.gpt.pretrained.tensors import IMAGES, Place, Tensors, open_tensors, places
+from trainer.gpt.pretrained.tensors import IMAGES, name_of_text, part_of, places
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
 from trainer.sums import write_sums
 from trainer.task import InitialWeights
+from trainer.weights.files import Tensors, open_tensors
+from trainer.weights.places import Place
 
 KEPT = (*TOKENIZER_FILES, GENERATION)
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
@@ -163,7 +165,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
     folder = config.init_from
     assert folder is not None, "the caller asks for it"
     described = read_description(folder)
-    with open_tensors(folder) as tensors:
+    with open_tensors(folder, name_of=name_of_text, part_of=part_of) as tensors:
         named = {
             path_name(path): tuple(x.shape)
             for path, x in jax.tree_util.tree_leaves_with_path(shapes)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from trainer.gpt.pretrained.tensors import Tensors
+from trainer.weights.files import Tensors
 
 NORMS = {
     "input_layernorm": "attention_layer_norm",

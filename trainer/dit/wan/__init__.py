@@ -1,0 +1,1 @@
+"""Video models: Wan 2.1 and 2.2."""

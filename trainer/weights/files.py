@@ -1,0 +1,214 @@
+"""Folders of safetensors files: what their headers say, and parts of their tensors.
+
+Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from startrail_jax.errors import InputError, UnsupportedError
+from trainer.data.opening import read_object
+
+MODEL = "model"
+"""What the names of the files of a library begin with: of transformers, and of diffusers."""
+DIFFUSERS = "diffusion_pytorch_model"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.pth", "*.pt", "*.ckpt")
+
+IGNORED = ".rotary_emb.inv_freq"
+"""Ending of tensors that old checkpoints have, and that follow from config.json."""
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The types of tensors that are read, as safetensors and as numpy name them; widest first."""
+
+
+def one_file(stem: str) -> str:
+    """The name of the file of a checkpoint that has one."""
+    return f"{stem}.safetensors"
+
+
+def index_of(stem: str) -> str:
+    """The name of the file that names the others, of a checkpoint with several."""
+    return f"{one_file(stem)}.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """The open files of a checkpoint."""
+
+    folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor."""
+    dtypes: Mapping[str, str]
+    """Type of every tensor, as safetensors names it."""
+    slices: Mapping[str, Any]
+    """What gives parts of a tensor, as numpy arrays, when it is indexed with slices."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """For each other part of the model, how many tensors it has."""
+
+    @property
+    def dtype(self) -> str:
+        """The type that holds the values of all tensors."""
+        kinds = {DTYPES[kind] for kind in self.dtypes.values()}
+        return kinds.pop() if len(kinds) == 1 else "float32"
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str]) -> None:
+        """Raises unless these are the tensors of a model.
+
+        Args:
+            wanted: the shapes of the model's tensors.
+            tied: names of tensors that may be there if they equal another one.
+
+        Raises:
+            ValueError: if a tensor is missing, unknown, or of another shape.
+            NotImplementedError: if a tensor is of a type that is not read.
+        """
+        unknown = [name for name in self.shapes if name not in wanted and name not in tied]
+        missing = [name for name in wanted if name not in self.shapes]
+        lines = [
+            *(f"  {name}: {list(wanted[name])} in the model, not in the files" for name in missing),
+            *(f"  {name}: {list(self.shapes[name])} in the files, not in the model"
+              for name in unknown),
+            *(f"  {name}: {list(self.shapes[name])} in the files, {list(shape)} in the model"
+              for name, shape in wanted.items()
+              if name in self.shapes and self.shapes[name] != shape),
+        ]  # fmt: skip
+        if lines:
+            more = f"\n  and {len(lines) - 5} more" if lines[5:] else ""
+            listed = "\n".join(lines[:5])
+            raise InputError(
+                f"The tensors must be those of the model that config.json and the flags describe; "
+                f"got {str(self.folder)!r} with others:\n{listed}{more}\n"
+                "Leave out flags --model.*, or download the files again."
+            )
+        for name, kind in self.dtypes.items():
+            if kind not in DTYPES:
+                raise UnsupportedError(
+                    f"Tensors must be of type {', '.join(DTYPES)}; got {name} of type {kind} in "
+                    f"{str(self.folder)!r}, which is not supported. Use a checkpoint that is not "
+                    "quantised."
+                )
+        for name, other in tied.items():
+            if name in self.shapes and not self._are_equal(name, other):
+                raise InputError(
+                    f"{name} must equal {other}, since config.json says that they are tied; got "
+                    f"{str(self.folder)!r}, where they differ. Correct tie_word_embeddings in "
+                    "config.json, or download the files again."
+                )
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        if self.shapes[name] != self.shapes[other] or self.dtypes[name] != self.dtypes[other]:
+            return False
+        rows = self.shapes[name][0]
+        parts = [slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096)]
+        return all(
+            np.array_equal(self.slices[name][part], self.slices[other][part]) for part in parts
+        )
+
+
+@contextmanager
+def open_tensors(
+    folder: Path,
+    *,
+    stem: str = MODEL,
+    name_of: Callable[[str], str] = str,
+    part_of: Callable[[str], str | None] = lambda name: None,
+) -> Iterator[Tensors]:
+    """Opens the files of a checkpoint, and reads what their headers say.
+
+    Args:
+        folder: the folder.
+        stem: what the names of the files begin with.
+        name_of: the name of a tensor here, from that in the files.
+        part_of: the other part of a model to which a tensor belongs, whose tensors are counted and
+            left out; None for the model itself.
+
+    Raises:
+        ValueError: if a file is missing or damaged, or changes.
+    """
+    index = _index(folder, stem)
+    slices: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for path in _files(folder, index, stem):
+            file = stack.enter_context(_opened(path))
+            names = [name for name in file.keys() if not name.endswith(IGNORED)]  # noqa: SIM118
+            strays = [name for name in names if index and index.get(name) != path.name]
+            if strays:
+                raise InputError(
+                    f"Every tensor must be in the file that {index_of(stem)} names, once; got "
+                    f"{strays[0]} in {str(path)!r}. Download the files again."
+                )
+            slices |= {name: file.get_slice(name) for name in names}
+        lost = sorted(x for x in index or {} if x not in slices and not x.endswith(IGNORED))
+        if lost:
+            raise InputError(
+                f"Every tensor of {index_of(stem)} must be in its file; got no {lost[0]} in "
+                f"{str(folder / (index or {})[lost[0]])!r}. Download the files again."
+            )
+        left_out = Counter(filter(None, map(part_of, slices)))
+        found = {name_of(name): x for name, x in slices.items() if not part_of(name)}
+        yield Tensors(
+            folder=folder,
+            shapes={name: tuple(x.get_shape()) for name, x in found.items()},
+            dtypes={name: x.get_dtype() for name, x in found.items()},
+            slices=found,
+            left_out=left_out,
+        )
+
+
+def _opened(path: Path) -> Any:
+    """A file, of which parts of tensors are read: a context manager."""
+    try:
+        # Pages of a mapped file would count as memory of the process, as much as the weights.
+        return safe_open(path, framework="numpy", backend="pread")
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{str(path)!r} must be a whole safetensors file; got {error}. Download it again."
+        ) from error
+
+
+def _index(folder: Path, stem: str) -> dict[str, str] | None:
+    """Tensor -> file; None for a checkpoint of one file."""
+    if (folder / one_file(stem)).exists():
+        return None
+    path = folder / index_of(stem)
+    if not path.exists():
+        pickles = sorted(found.name for kind in PICKLES for found in folder.glob(kind))
+        why = f", but {pickles[0]}, which is never unpickled" if pickles else ""
+        raise InputError(
+            f"init_from must hold {one_file(stem)} or {index_of(stem)}; got {str(folder)!r} with "
+            f"neither{why}. Download the safetensors files of the model, or convert it with "
+            "save_pretrained of its library."
+        )
+    files = read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(map(_is_name, files.values())):
+        raise InputError(
+            f"weight_map must name a file of the folder for every tensor in {str(path)!r}; got "
+            "something else. Download it again."
+        )
+    return files
+
+
+def _is_name(name: Any) -> bool:
+    """Whether a file can have a name, which does not lead out of its folder."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    return name == Path(name).name and len(name) < 256
+
+
+def _files(folder: Path, index: Mapping[str, str] | None, stem: str) -> list[Path]:
+    names = [one_file(stem)] if index is None else sorted(set(index.values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise InputError(
+            f"All files that {index_of(stem)} names must be there; got {str(folder)!r} without "
+            f"{', '.join(missing)}. Download them."
+        )
+    return [folder / name for name in names]

@@ -1,0 +1,93 @@
+"""Folders of safetensors files, written as the libraries of PyTorch read them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from trainer.errors import NonFiniteError, StorageError
+from trainer.weights.files import MODEL, index_of, one_file
+from trainer.weights.places import Place, by_tensor
+
+
+def write_tensors(
+    places: Mapping[str, Place],
+    weight: Callable[[str, int], Shaped[np.ndarray, "..."]],
+    folder: Path,
+    dtype: Any,
+    *,
+    shard_bytes: int,
+    stem: str = MODEL,
+) -> None:
+    """Writes the files of tensors, and their index if there are several.
+
+    Args:
+        places: the place of every weight.
+        weight: path, number of a layer -> the weight of that layer, or one that no layers have.
+        folder: the folder.
+        dtype: type of the tensors.
+        shard_bytes: bytes of a file, at most, unless one tensor has more.
+        stem: what the names of the files begin with.
+
+    Raises:
+        ValueError: if a weight is not finite in the type.
+        OSError: if a file cannot be written.
+    """
+    found, size = by_tensor(places), np.dtype(dtype).itemsize
+    sizes = {
+        name: math.prod(places[path].whole_shape) * size for name, ((path, _), *_) in found.items()
+    }
+    shards: list[list[str]] = [[]]
+    for name in found:
+        if shards[-1] and sum(sizes[x] for x in shards[-1]) + sizes[name] > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    files = {}
+    for number, names in enumerate(shards, 1):
+        file = one_file(f"{stem}-{number:05}-of-{len(shards):05}" if shards[1:] else stem)
+        tensors = {}
+        for name in names:
+            parts = [_tensor(weight(x, n), x, places[x], dtype) for x, n in found[name]]
+            tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        write_file(folder / file, tensors)
+        files |= dict.fromkeys(names, file)
+    if shards[1:]:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+        (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _tensor(
+    weight: Shaped[np.ndarray, "..."], path: str, place: Place, dtype: Any
+) -> Shaped[np.ndarray, "..."]:
+    with np.errstate(over="ignore"):
+        tensor = place.to_tensor(weight).astype(dtype)
+    if not np.isfinite(tensor).all():
+        raise NonFiniteError(
+            f"The weights must be finite in the type that is exported; got {path}, which is not in "
+            f"{np.dtype(dtype).name}. Use --dtype float32, or another checkpoint."
+        )
+    return tensor
+
+
+def write_file(path: Path, tensors: dict[str, Any]) -> None:
+    """Writes one file.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    try:
+        # transformers asks for the format.
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # It hides what the operating system said.
+        raise StorageError(
+            f"Tensors must be written to a disk with space for them; got {str(path.parent)!r}: "
+            f"{error}. Fix that, or give another OUT."
+        ) from error
