@@ -17,7 +17,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 
 BATCH, FRAMES, ROWS, COLUMNS = 2, 2, 3, 4
-SEQ_LEN, TEXT = FRAMES * ROWS * COLUMNS, 8
+SEQ_LEN = FRAMES * ROWS * COLUMNS
 CLASSES, PATCH, CHANNELS = 5, (1, 2, 3), 2
 PATCH_CHANNELS = 12
 LAYERS, WIDTH, HEADS = 2, 26, 2
@@ -25,7 +25,6 @@ SIZES = {
     "channels": CHANNELS, "classes": CLASSES, "patch": PATCH,
     "width": WIDTH, "layers": LAYERS, "heads": HEADS, "mlp_width": 19,
 }  # fmt: skip
-TEXT_SIZES = SIZES | {"caption_length": TEXT}
 
 
 def dense_attention(query, key, value, *, segment_ids=None):
@@ -75,13 +74,6 @@ def make_inputs(seed=0):
         jnp.asarray([0.3, 0.8], jnp.float32),
         jnp.asarray([3, CLASSES], jnp.int32),
     )
-
-
-def make_captions(lengths=(5, 3), length=TEXT, seed=1):
-    tokens = np.random.default_rng(seed).integers(256, size=(BATCH, length))
-    positions = np.tile(np.arange(length), (BATCH, 1))
-    segments = np.where(positions < np.asarray(lengths)[:, None], 0, -1)
-    return tuple(jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
 
 
 # The same model again, in float64 and without the package.
@@ -148,14 +140,13 @@ def test_dit_equals_a_dense_one_in_float64():
     np.testing.assert_allclose(predict(*inputs), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, TEXT_SIZES], ids=["image", "text"])
 @pytest.mark.slow
-def test_dit_begins_with_an_output_of_0_and_blocks_that_change_nothing(sizes):
-    inputs = (*make_inputs(), None, make_captions() if "caption_length" in sizes else None)
+def test_dit_begins_with_an_output_of_0_and_blocks_that_change_nothing():
+    inputs = make_inputs()
 
     @jax.jit
     def outputs():
-        model = make_model(sizes)
+        model = make_model(SIZES)
         hidden = model.hidden(*inputs)
         patches, positions = inputs[:2]
         embedded = model.patches(patches) + dit.grid_sinusoids(positions, WIDTH)
@@ -194,56 +185,25 @@ def test_dit_sees_its_own_segment_only():
     assert (before[:, :11] != after[:, :11]).all()
 
 
-@pytest.mark.slow
-def test_text_reaches_the_image_and_its_padding_does_not():
-    inputs = (*make_inputs(), None)
-    tokens, positions, segments = make_captions()
-    before = predict(*inputs, (tokens, positions, segments), sizes=TEXT_SIZES)
-    padding = jnp.where(segments < 0, (tokens + 1) % 256, tokens)
-    after = predict(*inputs, (padding, positions + 1 * (segments < 0), segments), sizes=TEXT_SIZES)
-    np.testing.assert_array_equal(before, after)
-    other = predict(*inputs, ((tokens + 1) % 256, positions, segments), sizes=TEXT_SIZES)
-    assert (jnp.abs(other - before).max(axis=(1, 2)) > 1e-3).all()
-    swapped = positions.at[:, 0].set(1).at[:, 1].set(0)
-    other = predict(*inputs, (tokens, swapped, segments), sizes=TEXT_SIZES)
-    assert (jnp.abs(other - before).max(axis=(1, 2)) > 1e-3).all()
-
-
-def test_image_without_text_sees_no_text():
-    inputs = (*make_inputs(), None)
-    outputs = [
-        predict(*inputs, make_captions(lengths=(0, 0), seed=seed), sizes=TEXT_SIZES)
-        for seed in (1, 2)
-    ]
-    np.testing.assert_array_equal(*outputs)
-    assert jnp.isfinite(outputs[0]).all()
-
-
-@pytest.mark.parametrize("sizes", [SIZES, TEXT_SIZES], ids=["image", "text"])
-@pytest.mark.slow_except_every(2)
-def test_dit_divided_among_devices_in_any_order_equals_the_whole(sizes):
+def test_dit_divided_among_devices_in_any_order_equals_the_whole():
     degrees = st.Degrees(data=2, group=1, ring=2, team=2)
     mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[: degrees.num_devices])
     attention = st.Attention(mesh, causal=False)
-    weights = make_weights(sizes)
+    weights = make_weights(SIZES)
     patches, positions, *row = make_inputs()
-    captions = make_captions() if sizes is TEXT_SIZES else None
-    expected = predict(patches, positions, *row, None, captions, sizes=sizes)
+    expected = predict(patches, positions, *row)
 
     def local_attention(query, key, value, *, segment_ids=None):
         return attention.local(query, key, value, segment_ids, segment_ids)[0]
 
     def one_device(weights, *inputs):
-        graph = graph_of(tuple(sizes.items()), local_attention)
+        graph = graph_of(tuple(SIZES.items()), local_attention)
         return nnx.merge(graph, weights)(*inputs)
 
     spec = attention.sequence_spec
-    rng = np.random.default_rng(2)
-    order, text_order = rng.permutation(SEQ_LEN), rng.permutation(TEXT)
-    inputs = [patches[:, order], positions[:, order], *row, None]
-    specs = [spec, spec, P(spec[0]), P(spec[0]), spec]
-    inputs.append(captions and tuple(x[:, text_order] for x in captions))
-    specs.append(spec)
+    order = np.random.default_rng(2).permutation(SEQ_LEN)
+    inputs = [patches[:, order], positions[:, order], *row]
+    specs = [spec, spec, P(spec[0]), P(spec[0])]
     actual = jax.jit(jax.shard_map(one_device, mesh=mesh, in_specs=(P(), *specs), out_specs=spec))(
         weights, *inputs
     )
@@ -252,9 +212,9 @@ def test_dit_divided_among_devices_in_any_order_equals_the_whole(sizes):
 
 @pytest.mark.slow
 def test_dit_in_bfloat16_has_float32_weights_output_and_gradients():
-    inputs = (*make_inputs(), None, make_captions())
-    weights = make_weights(TEXT_SIZES)
-    sizes = tuple((TEXT_SIZES | {"dtype": "bfloat16"}).items())
+    inputs = make_inputs()
+    weights = make_weights(SIZES)
+    sizes = tuple((SIZES | {"dtype": "bfloat16"}).items())
 
     @jax.jit
     def gradients(weights):
@@ -267,7 +227,7 @@ def test_dit_in_bfloat16_has_float32_weights_output_and_gradients():
         return jax.grad(loss, has_aux=True)(weights)
 
     found, (hidden, output) = gradients(weights)
-    exact = predict(*inputs, sizes=TEXT_SIZES)
+    exact = predict(*inputs)
     assert (hidden.dtype, output.dtype) == (jnp.bfloat16, jnp.float32)
     assert jnp.linalg.norm(output - exact) < 0.05 * jnp.linalg.norm(exact)
     for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(found)):
@@ -291,12 +251,11 @@ def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
 
     names = [field.name for field in dataclasses.fields(Hooks)]
     hooks = Hooks(**{name: noted(name) for name in names})
-    inputs = (*make_inputs(), None, make_captions())
-    jax.eval_shape(lambda: make_model(TEXT_SIZES, hooks=hooks)(*inputs))
-    # The scan over layers traces one of them, of two streams.
+    jax.eval_shape(lambda: make_model(SIZES, hooks=hooks)(*make_inputs()))
+    # The scan over layers traces one of them.
     assert calls.count("wrap_layer") == 1
-    assert calls.count("tiled") == 2
-    assert calls.count("copy_to_tensor") == calls.count("reduce_from_tensor") == 4
+    assert calls.count("tiled") == 1
+    assert calls.count("copy_to_tensor") == calls.count("reduce_from_tensor") == 2
 
 
 def test_dit_names_what_does_not_fit():
@@ -304,7 +263,3 @@ def test_dit_names_what_does_not_fit():
         make_model(SIZES, heads=4)
     with refused(InputError, width=6):
         make_model(SIZES, width=6, heads=1)
-    with refused(InputError, "got captions given"):
-        jax.eval_shape(lambda: make_model(SIZES)(*make_inputs(), None, make_captions()))
-    with refused(InputError, "got captions missing"):
-        jax.eval_shape(lambda: make_model(TEXT_SIZES)(*make_inputs()))

@@ -15,19 +15,17 @@ from programs import make_dit_config
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.dit.batches import PADDING, Grid
+from trainer.dit.batches import Grid
 from trainer.dit.config import DiffusionConfig
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.objective import DRAWING, Denoising
 from trainer.dit.patches import patchify, unpatchify
 
-# Neither the 20 patches nor the text divide into 8 shares: both are padded.
-CONFIG = make_dit_config(dict(caption_length=5, patch=(1, 2, 4)), steps=1, size=(5, 4, 8))
-NO_TEXT = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, caption_length=0))
+# The 20 patches do not divide into 8 shares: they are padded.
+CONFIG = make_dit_config(dict(patch=(1, 2, 4)), steps=1, size=(5, 4, 8))
 ONE_DEVICE = st.Degrees()
 NO_CLASS = CONFIG.model.classes
 LABELS = [2, 0, 2, 1, NO_CLASS]
-CAPTIONS = [b"two", b"", b"two", b"three", b"none"]
 SEED = 2**32 - 1
 
 
@@ -56,8 +54,8 @@ def make_weights(program):
     return jax.tree.map(make, program.state_shapes.weights)
 
 
-def draw(drawing, weights, labels=LABELS, captions=CAPTIONS, seed=SEED):
-    images = drawing.draw(weights, labels=labels, captions=captions, seed=seed)
+def draw(drawing, weights, labels=LABELS, seed=SEED):
+    images = drawing.draw(weights, labels=labels, seed=seed)
     return np.stack(list(images))
 
 
@@ -104,19 +102,16 @@ def test_images_do_not_depend_on_the_mesh_or_how_many_at_a_time(degrees, changes
 
 
 @pytest.mark.slow
-def test_images_depend_on_label_caption_place_and_seed(images):
+def test_images_depend_on_label_place_and_seed(images):
     first = images()
     np.testing.assert_array_equal(images(), first)
-    # The same label and caption, at another place.
+    # The same label, at another place.
     assert differ(first[0], first[2])
     others = images(labels=[0, *LABELS[1:]])
     assert differ(others[0], first[0])
     np.testing.assert_array_equal(others[1:], first[1:])
-    others = images(captions=[*CAPTIONS[:-1], b"many"])
-    assert differ(others[-1], first[-1])
-    np.testing.assert_array_equal(others[:-1], first[:-1])
     assert all(differ(*pair) for pair in zip(images(seed=0), first, strict=True))
-    np.testing.assert_array_equal(images(LABELS[:2], CAPTIONS[:2]), first[:2])
+    np.testing.assert_array_equal(images(LABELS[:2]), first[:2])
 
 
 def differ(one, other):
@@ -126,16 +121,12 @@ def differ(one, other):
 @pytest.mark.slow
 def test_with_guidance_1_a_step_follows_the_prediction_of_the_model(one_step):
     noise = expected_noise(CONFIG, len(LABELS))
-    captions = np.full((len(LABELS), CONFIG.model.caption_length), PADDING, np.int32)
-    for row, caption in zip(captions, CAPTIONS, strict=True):
-        row[: len(caption)] = list(caption)
     program = make_program()
     assert isinstance(program.objective, Denoising)
     shown = program.objective.shown(
         jnp.asarray(patchify(noise, CONFIG.model.patch)),
         jnp.ones(len(LABELS)),
         jnp.asarray(LABELS, np.int32),
-        jnp.asarray(captions),
         grid=Grid.of(CONFIG.size, CONFIG.model.patch),
     )
     velocity = np.asarray(jax.jit(program.outputs)(make_weights(program), shown))
@@ -150,8 +141,9 @@ def test_guidance_goes_on_from_the_unconditional_prediction(one_step):
     program = make_program(STARTRAIL)
     drawn = draw(make_drawing(program, steps=1, guidance=1.7), make_weights(program))
     conditional = one_step()
-    unconditional = one_step([NO_CLASS] * len(LABELS), [b""] * len(LABELS))
-    assert all(differ(*pair) for pair in zip(drawn, conditional, strict=True))
+    unconditional = one_step([NO_CLASS] * len(LABELS))
+    # The last image has no class.
+    assert all(differ(*pair) for pair in zip(drawn[:-1], conditional[:-1], strict=True))
     expected = unconditional + 1.7 * (conditional - unconditional)
     np.testing.assert_allclose(drawn, expected, atol=1e-5 * abs(expected).max())
 
@@ -163,11 +155,11 @@ def test_guidance_goes_on_from_the_unconditional_prediction(one_step):
 def test_a_model_that_predicts_0_leaves_the_noise(target, sampler):
     """As rectified flow it stands still; v turns an angle, of which each step keeps the cosine."""
     steps = 7
-    program = make_program(config=with_target(NO_TEXT, target))
+    program = make_program(config=with_target(CONFIG, target))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), program.state_shapes.weights)
     drawing = make_drawing(program, sampler=sampler, steps=steps)
-    images = draw(drawing, zeros, captions=None)
-    expected = expected_noise(NO_TEXT, len(LABELS))
+    images = draw(drawing, zeros)
+    expected = expected_noise(CONFIG, len(LABELS))
     if target == "v":
         times = np.append(np.linspace(0.995, 0.005, steps), 0)
         expected = expected * np.prod(np.cos(np.pi / 2 * np.diff(times)))
@@ -175,7 +167,7 @@ def test_a_model_that_predicts_0_leaves_the_noise(target, sampler):
 
 
 NEVER = dataclasses.replace(CONFIG, diffusion=DiffusionConfig(dropout=0.0))
-NOTHING = dataclasses.replace(NO_TEXT, model=dataclasses.replace(NO_TEXT.model, classes=0))
+NOTHING = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, classes=0))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +191,6 @@ def test_what_the_model_has_not_learnt_is_refused_at_once(config, changes, words
 @pytest.mark.parametrize(
     ("wishes", "named"),
     [
-        ({"captions": [b"longer", *CAPTIONS[1:]]}, "'longer'"),
         ({"seed": 2**32}, "seed=4294967296"),
         ({"seed": -1}, "seed=-1"),
     ],

@@ -24,11 +24,9 @@ RNG = np.random.default_rng(0)
 
 
 def make_config(path=None, *, size=(1, HEIGHT, WIDTH), classes=0, channels=3, **options):
-    length = options.pop("caption_length", 0)
     model = DiTConfig(
-        channels=channels, classes=classes, caption_length=length, patch=(1, 1, 1),
-        width=8, layers=1, heads=1, mlp_width=8,
-    )  # fmt: skip
+        channels=channels, classes=classes, patch=(1, 1, 1), width=8, layers=1, heads=1, mlp_width=8
+    )
     data = ImageConfig(path=path, **{"validation_fraction": 0.25} | options)
     return replace(dit_digits(), model=model, data=data, size=size)
 
@@ -77,8 +75,8 @@ def write_npz(path, count=6, **arrays):
 
 
 @pytest.mark.slow
-def test_digits_are_images_with_labels_and_captions():
-    opened = open_digits(caption_length=5)
+def test_digits_are_images_with_labels():
+    opened = open_digits()
     found = examples(opened)
     assert len(found) == 1797
     # Imported here, as that takes seconds, which not every process of the tests need spend.
@@ -89,7 +87,6 @@ def test_digits_are_images_with_labels_and_captions():
     latents = np.stack([x.latent for x in found])
     assert (latents.min(), latents.max(), latents.dtype) == (-1, 1, np.float32)
     np.testing.assert_array_equal((latents[:, 0, :, :, 0] + 1) * 8, digits.images)
-    assert found[0].caption == b"zero"
 
 
 def test_held_out_is_a_share_that_stays_the_same():
@@ -106,7 +103,7 @@ def test_held_out_is_a_share_that_stays_the_same():
         "handwritten digits of scikit-learn: 1,617 examples to train on, 180 held out"
     )
     # What the model does not take is not read.
-    assert (opened.train[0].label, opened.train[0].caption) == (None, None)
+    assert opened.train[0].label is None
 
 
 @pytest.mark.parametrize(("held_out", "count"), [(0.01, 1), (0.99, 3)])
@@ -178,7 +175,6 @@ def test_images_without_classes_may_lie_anywhere(folder):
     write_image(folder / "0.png")
     (folder / "metadata.jsonl").write_text("{}")
     (folder / "README").write_text("")
-    (folder / "0.txt").write_text("no caption is wanted")
     opened = open_images(folder)
     assert len(examples(opened)) == 5
     assert opened.description.endswith("2 other files left out (.jsonl, README)")
@@ -212,27 +208,15 @@ def test_images_of_other_modes_are_converted_and_turned_upright(tmp_path):
     assert {x.shape for x in others} == {(HEIGHT, WIDTH, 3)}
 
 
-def test_captions_lie_beside_their_images(folder):
-    for number, path in enumerate(sorted(folder.glob("[acd]*/**/*.*"))):
-        path.with_suffix(".txt").write_text(f"größe {number}\n")
-    opened = open_images(folder, caption_length=10)
-    captions = [x.caption for x in examples(opened)]
-    assert captions == [f"größe {number}".encode() for number in range(4)]
-    place = str(folder / "ant" / "deep" / "3.txt")
-    end = f"; the longest caption has 9 of 10 bytes, in {place!r}"
-    assert opened.description.endswith(end)
-
-
-def test_npz_holds_latents_with_labels_and_captions(tmp_path):
+def test_npz_holds_latents_with_labels(tmp_path):
     latents = RNG.standard_normal((6, 2, 3, 5, 4))
-    labels, captions = np.array([2, 0, 1, 2, 0, 0]), np.array(["a", "bc", "", "é", "e", "f"])
-    path = write_npz(tmp_path / "x.npz", latents=latents, labels=labels, captions=captions)
-    opened = open_images(path, **LATENTS, classes=3, caption_length=2)
+    labels = np.array([2, 0, 1, 2, 0, 0])
+    path = write_npz(tmp_path / "x.npz", latents=latents, labels=labels)
+    opened = open_images(path, **LATENTS, classes=3)
     found = examples(opened)
     np.testing.assert_array_equal([x.latent for x in found], latents.astype(np.float32))
     assert found[0].latent.dtype == np.float32
     assert [x.label for x in found] == labels.tolist()
-    assert [x.caption for x in found] == [text.encode() for text in captions]
     # That of images may leave out the frame.
     path = write_npz(tmp_path / "y.npz", latents=latents[:, 0])
     found = examples(open_images(path, size=(1, 3, 5), channels=4))
@@ -255,7 +239,6 @@ def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch,
         ({"size": (1, 8, 16)}, ["digits", " need size=", "size=(1, 8, 16)"]),
         ({"channels": 3}, ["digits", " need size=", "channels=3"]),
         ({"classes": 7}, ["digits", " need size=", "classes=7"]),
-        ({"caption_length": 4}, ["caption_length=4"]),
     ],
 )
 def test_digits_are_of_one_size(wanted, words):
@@ -305,25 +288,13 @@ def is_(content):
             *("loose.png", write_image, {"classes": 3}),
             ["Each class must have a folder of its own", "1 images beside", "'loose.png'"],
         ),
-        ("dog/4.txt", None, {"caption_length": 5}, ["4.txt"]),
-        ("dog/4.txt", is_(b"gr\xf6"), {"caption_length": 5}, ["4.txt"]),
-        ("dog/4.txt", is_(b"123456"), {"caption_length": 5}, ["caption_length=5", "4.txt"]),
     ],
 )
 def test_wrong_folder_of_images_is_refused(folder, name, write, options, words):
-    for path in folder.glob("[acd]*/**/[123].*"):
-        path.with_suffix(".txt").write_bytes(b"right")
     if write is not None:
         write(folder / name)
     with refused(InputError, *words):
         examples(open_images(folder, **options))
-
-
-def test_the_longest_of_the_captions_that_do_not_fit_is_named(folder):
-    for path, length in zip(sorted(folder.glob("[acd]*/**/*.*")), (6, 8, 7, 3), strict=True):
-        path.with_suffix(".txt").write_text("x" * length)
-    with refused(InputError, "1.txt", caption_length=5):
-        open_images(folder, caption_length=5)
 
 
 def test_data_that_are_missing_or_too_few_are_refused(tmp_path):
@@ -471,15 +442,6 @@ INFINITE[3, 1, 2, 4, 3] = 1e60
                 (np.zeros(6), "be 6"),
                 (np.array([0, 1, 3, 0, 0, 0]), "--model.classes"),
                 (np.array([0, -1, 1, 0, 0, 0]), "example 1"),
-            )
-        ],
-        *[
-            ({"captions": captions}, {"caption_length": 5}, named)
-            for captions, named in (
-                (np.array(["a"] * 5), "be 6"),
-                (np.zeros(6), "be 6"),
-                (np.array(["a", "ééé", *"cdef"]), "caption_length=5"),
-                (np.array(["a", "\ud800", *"cdef"]), "'\\ud800'"),
             )
         ],
     ],

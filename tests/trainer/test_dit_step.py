@@ -20,11 +20,8 @@ from trainer.dit.images import Example
 
 STEPS = 30
 CONFIG = make_dit_config(steps=STEPS, ema_decay=0.9)
-# With attention over text. The image and the text do not divide into 8 shares: both are padded.
-WITH_A_CAPTION = dict(caption_length=5)
-WITH_TEXT = make_dit_config(
-    WITH_A_CAPTION | dict(patch=(1, 2, 4)), size=(3, 6, 8), steps=STEPS, ema_decay=0.9
-)
+# An image that does not divide into 8 shares is padded.
+PADDED = make_dit_config(dict(patch=(1, 2, 4)), size=(3, 6, 8), steps=STEPS, ema_decay=0.9)
 
 
 @functools.cache
@@ -33,15 +30,14 @@ def make_program(degrees, config=CONFIG, **changes):
 
 
 def batch(program, step):
-    """Images with a brightness that depends on their class, and captions that name it."""
+    """Images with a brightness that depends on their class."""
     config = program.config
     rng = np.random.default_rng(step)
     numbers = [step * config.batch_size + row for row in range(config.batch_size)]
     examples = []
     for label in rng.integers(config.model.classes, size=config.batch_size):
         latent = rng.normal(label - 1, 0.1, (*config.size, config.model.channels))
-        caption = [b"low", b"", b"high!"][label]
-        examples.append(Example(latent.astype(np.float32), np.int32(label), caption))
+        examples.append(Example(latent.astype(np.float32), np.int32(label)))
     made = image_batch(examples, numbers, config=config, layout=program.attention.layout)
     return place(made, program.batch_sharding)
 
@@ -97,9 +93,9 @@ def test_losses_do_not_depend_on_how_it_runs(degrees, changes, one_device):
 
 @pytest.mark.slow
 def test_text_is_divided_among_the_devices_like_the_image():
-    state = initial_state(WITH_TEXT)
-    one, _ = train(make_program(st.Degrees(), WITH_TEXT), state)
-    many, _ = train(make_program(STARTRAIL, WITH_TEXT), state)
+    state = initial_state(PADDED)
+    one, _ = train(make_program(st.Degrees(), PADDED), state)
+    many, _ = train(make_program(STARTRAIL, PADDED), state)
     assert many[-5:, 0].mean() < 0.7 * many[:5, 0].mean()
     np.testing.assert_allclose(many[:, 0], one[:, 0], rtol=1e-4)
 
@@ -109,7 +105,7 @@ OF_SIZES = {
     "size": (1, 8, 16),
     "data": ImageConfig(path=Path("images"), sizes=("16x8", "6x10")),
 }
-SIZES, SIZES_WITH_TEXT = make_dit_config(**OF_SIZES), make_dit_config(WITH_A_CAPTION, **OF_SIZES)
+SIZES = make_dit_config(**OF_SIZES)
 
 
 def batch_of_size(program, step):
@@ -119,7 +115,7 @@ def batch_of_size(program, step):
     rng = np.random.default_rng(step)
     numbers = [step * config.batch_size + row for row in range(config.batch_size)]
     examples = [
-        Example(rng.normal(label - 1, 0.1, (*size, 2)).astype(np.float32), np.int32(label), b"low")
+        Example(rng.normal(label - 1, 0.1, (*size, 2)).astype(np.float32), np.int32(label))
         for label in rng.integers(config.model.classes, size=config.batch_size)
     ]
     made = image_batch(examples, numbers, config=config, layout=program.attention.layout)
@@ -130,7 +126,7 @@ SEVERAL = {
     "data, zero 3, accumulation": (
         *(SIZES, st.Degrees(data=2, ring=4), {"zero": 3, "gradient_accumulation": 2}),
     ),
-    "tensor, zero 1, with text": (SIZES_WITH_TEXT, st.Degrees(tensor=2, team=2), {"zero": 1}),
+    "tensor, zero 1": (SIZES, st.Degrees(tensor=2, team=2), {"zero": 1}),
 }
 
 
@@ -186,7 +182,7 @@ def test_average_follows_its_equation_and_is_what_is_measured(decay):
 def test_weights_are_used_alike_at_every_level_of_zero():
     """In bfloat16, the type in which weights are gathered from level 1 on."""
     config = dataclasses.replace(
-        WITH_TEXT, model=dataclasses.replace(WITH_TEXT.model, dtype="bfloat16", layers=1)
+        PADDED, model=dataclasses.replace(PADDED.model, dtype="bfloat16", layers=1)
     )
 
     def random_weights(shapes):
@@ -234,11 +230,11 @@ def test_noise_depends_on_the_number_of_the_example_alone():
     assert rows.std() == pytest.approx(1, abs=0.05)
     assert len({*first.times.tolist(), *later.times.tolist()}) == 2 * CONFIG.batch_size
     # The noise does not depend on the place in the batch, on the mesh or on padding.
-    other = shown(training=True, reverse=True, degrees=STARTRAIL, config=WITH_TEXT)
-    same = shown(training=True, config=WITH_TEXT)
+    other = shown(training=True, reverse=True, degrees=STARTRAIL, config=PADDED)
+    same = shown(training=True, config=PADDED)
     assert other.patches.shape != same.patches.shape
     np.testing.assert_array_equal(other.times[::-1], same.times)
-    found, wanted = (noise_of(x, WITH_TEXT) for x in (other, same))
+    found, wanted = (noise_of(x, PADDED) for x in (other, same))
     np.testing.assert_allclose(found[::-1], wanted, atol=1e-4)
 
 
@@ -258,20 +254,17 @@ def test_rows_that_fill_up_a_batch_do_not_count():
 
 
 @pytest.mark.slow
-def test_labels_and_captions_are_dropped_together_and_in_training_alone():
+def test_labels_are_dropped_in_training_alone():
     never, often = DiffusionConfig(dropout=0.0), DiffusionConfig(dropout=0.8)
-    kept = shown(training=True, config=WITH_TEXT, diffusion=never)
-    classes, texts = WITH_TEXT.model.classes, kept.captions[2] >= 0
+    kept = shown(training=True, config=PADDED, diffusion=never)
+    classes = PADDED.model.classes
     assert max(kept.labels) < classes
-    measured = shown(training=False, config=WITH_TEXT, diffusion=often)
+    measured = shown(training=False, config=PADDED, diffusion=often)
     np.testing.assert_array_equal(measured.labels, kept.labels)
-    np.testing.assert_array_equal(measured.captions[2] >= 0, texts)
     dropped = []
     for step in range(10):
-        noisy = shown(step, training=True, config=WITH_TEXT, diffusion=often)
-        missing = noisy.labels == classes
-        assert not (noisy.captions[2] >= 0)[missing].any()
-        dropped.append(missing)
+        noisy = shown(step, training=True, config=PADDED, diffusion=often)
+        dropped.append(noisy.labels == classes)
     assert np.mean(dropped) == pytest.approx(0.8, abs=0.2)
 
 

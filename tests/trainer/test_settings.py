@@ -141,7 +141,7 @@ def test_names_of_an_older_file_keep_their_meaning(config, tmp_path, model, rope
     values["evaluate_every"] = values.pop("validation_every")
     values["data"]["held_out"] = values["data"].pop("validation_fraction")
     del values["model"]["windows"], values["model"]["rope"]["bases"], values["model"]["norms"]
-    values["model"] |= model | {"post_norms": True}
+    values["model"] |= model | {"post_norms": True, "caption_length": 0}
     values["model"]["rope"] |= rope
     path.write_text(json.dumps(values))
     read = load_config(GPTTrainConfig, path)

@@ -1,4 +1,4 @@
-"""Batches of images as tokens, in layout order: patches, classes, captions."""
+"""Batches of images as tokens, in layout order: patches and classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.dit.images import Example
 from trainer.dit.patches import Size, grid_of, patchify
 
 PADDING = -1
-"""Segment of tokens that only fill up the share of a device, and filler of captions."""
+"""Segment of tokens that only fill up the share of a device."""
 
 
 @jax.tree_util.register_static
@@ -45,8 +45,6 @@ class ImageBatch(NamedTuple):
     """Pixels, or latents, of each patch; 0 in tokens after the last patch."""
     labels: Int32[np.ndarray | Array, " B"]
     """Class of each image; the number of classes stands for no class."""
-    captions: Int32[np.ndarray | Array, "B S"] | None
-    """Bytes of each caption, then `PADDING`; None if the model takes no text."""
     numbers: Int32[np.ndarray | Array, " B"]
     """Number of each example in the run, on which its noise depends."""
     grid: Grid
@@ -63,21 +61,9 @@ def image_batch(
     missing = layout.padded_length(grid.num_tokens) - grid.num_tokens
     patches = np.pad(patchify(latents, config.model.patch), ((0, 0), (0, missing), (0, 0)))
     labels = [config.model.classes if x.label is None else x.label for x in examples]
-    captions = None
-    if config.model.caption_length:
-        length = layout.padded_length(config.model.caption_length)
-        captions = np.stack([padded_caption(x.caption or b"", length) for x in examples])
     return ImageBatch(
         patches=layout.permute(patches),
         labels=np.array(labels, np.int32),
-        captions=None if captions is None else layout.permute(captions),
         numbers=(np.array(numbers) % 2**31).astype(np.int32),
         grid=grid,
     )
-
-
-def padded_caption(caption: bytes, length: int) -> Int32[np.ndarray, " length"]:
-    """The bytes of a caption, followed by `PADDING` up to a length."""
-    padded = np.full(length, PADDING, np.int32)
-    padded[: len(caption)] = np.frombuffer(caption, np.uint8)
-    return padded

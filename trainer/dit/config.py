@@ -26,8 +26,6 @@ class DiTConfig:
     """Number of channels of a latent or of an image."""
     classes: int
     """Number of classes that the model can draw; 0 for a model without classes."""
-    caption_length: int = 0
-    """Largest number of bytes of a caption, to which images attend; 0 for a model without text."""
     patch: tuple[int, int, int] = (1, 2, 2)
     """Frames, height and width of a patch; each patch is a token."""
     width: int
@@ -44,8 +42,7 @@ class DiTConfig:
     def __post_init__(self) -> None:
         for name in ("channels", "width", "layers", "heads", "mlp_width"):
             check_minimum(f"model.{name}", getattr(self, name), 1)
-        for name in ("classes", "caption_length"):
-            check_minimum(f"model.{name}", getattr(self, name), 0)
+        check_minimum("model.classes", self.classes, 0)
         for size in self.patch:
             check_minimum("model.patch", size, 1)
         check_dit_width(width=self.width, heads=self.heads, prefix="model.")
@@ -73,8 +70,8 @@ class DiffusionConfig:
     """Distribution of the times at which the model is trained; "logit_normal" prefers the middle
     (https://arxiv.org/abs/2403.03206)."""
     dropout: float = 0.1
-    """Fraction of the examples that are shown without class and caption, so that samples can be
-    drawn with guidance."""
+    """Fraction of the examples that are shown without their class, so that samples can be drawn
+    with guidance."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
@@ -230,9 +227,6 @@ class ImageOptions(SampleOptions):
     classes: tuple[str, ...] | None = None
     """Classes to draw, by name or by label, one row of the grid for each. Where all names are
     numbers, they are meant. The default is the first ten classes."""
-    captions: tuple[str, ...] | None = None
-    """Captions to draw, one row of the grid for each, if the model takes text. If `classes` are
-    given too, there must be as many captions as classes."""
     size: str | None = None
     """Size to draw, as HEIGHTxWIDTH, of those that the run trains on. The default is the
     largest."""
@@ -245,8 +239,7 @@ class ImageOptions(SampleOptions):
     """Number of steps of the sampler; "heun" evaluates the model twice in each."""
     guidance: float | None = None
     """Strength of classifier-free guidance. 1 draws what the model has learnt; more makes images
-    more typical of their class or caption. The default is 1.5, or 1 for a model without
-    guidance."""
+    more typical of their class. The default is 1.5, or 1 for a model without guidance."""
     batch_size: int = 64
     """Number of images that are drawn at a time; fewer need less memory."""
     seed: int = 0
@@ -263,12 +256,3 @@ class ImageOptions(SampleOptions):
             check_minimum(name, getattr(self, name), 1)
         if self.scale is not None:
             check_minimum("scale", self.scale, 1)
-        if (
-            self.classes is not None
-            and self.captions is not None
-            and len(self.classes) != len(self.captions)
-        ):
-            raise InputError(
-                "classes and captions must be as many, since each row has one of both; got "
-                f"classes={self.classes}, captions={self.captions}. Leave one of them out."
-            )

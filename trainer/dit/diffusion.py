@@ -122,10 +122,10 @@ def guided(predict_conditional: Predict, predict_unconditional: Predict, scale: 
     """Predictions with classifier-free guidance: u + scale * (c - u).
 
     Args:
-        predict_conditional: the prediction c for the class or caption to draw.
-        predict_unconditional: the prediction u without class and caption.
+        predict_conditional: the prediction c for the class to draw.
+        predict_unconditional: the prediction u without a class.
         scale: 1 gives the conditional prediction, 0 the unconditional one. Above 1, samples are
-            more typical of their class or caption, and less varied.
+            more typical of their class, and less varied.
     """
 
     def predict(x: Float[Array, "B ..."], time: Float32[Array, " B"]) -> Float[Array, "B ..."]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 from startrail_jax.errors import InputError
 from startrail_jax.xla.compiler import compiler_options
 from trainer.data.batches import sharding_of
-from trainer.dit.batches import PADDING, Grid, padded_caption
+from trainer.dit.batches import Grid
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Predict, Sampler, guided, sample
 from trainer.dit.objective import DRAWING, Denoising
@@ -38,7 +38,7 @@ class Drawing:
             sampler: a sampler for the target of the model: see `diffusion.SAMPLERS`.
             steps: number of steps of the sampler.
             guidance: 1 draws what the model has learnt. Above 1, images are more typical of their
-                class or caption, and each step evaluates the model twice.
+                class, and each step evaluates the model twice.
             rows: number of images that are drawn at a time; it is rounded up to a multiple of the
                 data degree.
 
@@ -69,17 +69,16 @@ class Drawing:
         )
 
     def draw(
-        self, weights: Any, *, labels: Sequence[int], captions: Sequence[bytes] | None, seed: int
+        self, weights: Any, *, labels: Sequence[int], seed: int
     ) -> Iterator[Float32[np.ndarray, "F H W C"]]:
         """Draws one image for each label.
 
-        An image depends on its label, its caption, its place in `labels` and the seed. Up to
+        An image depends on its label, its place in `labels` and the seed. Up to
         rounding it depends on neither the mesh nor the number of images that are drawn at a time.
 
         Args:
             weights: weights of the model, sharded as those of the program.
             labels: classes; the number of classes stands for no class.
-            captions: UTF-8, as many as labels, b"" for no caption; None if the model takes no text.
             seed: seed of the noise, below 2**32.
 
         Returns:
@@ -87,29 +86,18 @@ class Drawing:
             -1 to 1.
 
         Raises:
-            ValueError: if a caption is too long for the model, or the seed is out of range.
+            ValueError: if the seed is out of range.
         """
         config = self._config
-        longest = max(captions or (), key=len, default=b"")
-        if len(longest) > config.model.caption_length:
-            raise InputError(
-                f"captions must have at most caption_length={config.model.caption_length} bytes; "
-                f"got {len(longest)} in {longest.decode(errors='replace')!r}, the longest. Shorten "
-                "it."
-            )
         if not 0 <= seed < 2**32:
             raise InputError(
                 f"seed must be at least 0 and below 2**32; got seed={seed}. Use another."
             )
-        length = self._layout.padded_length(config.model.caption_length)
         for first in range(0, len(labels), self._rows):
             # The last image is repeated to fill the batch: another size would be compiled again.
             numbers = np.minimum(np.arange(first, first + self._rows), len(labels) - 1)
             chosen = np.array([labels[number] for number in numbers], np.int32)
-            text = None
-            if captions is not None:
-                text = np.stack([padded_caption(captions[number], length) for number in numbers])
-            patches = self._draw(weights, chosen, text, numbers.astype(np.int32), np.uint32(seed))
+            patches = self._draw(weights, chosen, numbers.astype(np.int32), np.uint32(seed))
             patches = np.asarray(patches)[:, : config.num_tokens]
             drawn = unpatchify(patches, config.size, config.model.patch)
             # Back to the scale of the data.
@@ -119,7 +107,6 @@ class Drawing:
         self,
         weights: Any,
         labels: Int32[Array, " B"],
-        captions: Int32[Array, "B S"] | None,
         numbers: Int32[Array, " B"],
         seed: UInt32[Array, ""],
     ) -> Float32[Array, "B T P"]:
@@ -133,19 +120,16 @@ class Drawing:
         noise = jnp.pad(noise, ((0, 0), (0, missing), (0, 0)))
         sharding = sharding_of(self._program.batch_sharding, noise.ndim)
         noise = lax.with_sharding_constraint(noise, sharding)
-        predict = self._predict(weights, labels, captions)
+        predict = self._predict(weights, labels)
         if self._guidance != 1:
             no_labels = jnp.full_like(labels, config.model.classes)
-            no_captions = None if captions is None else jnp.full_like(captions, PADDING)
-            unconditional = self._predict(weights, no_labels, no_captions)
+            unconditional = self._predict(weights, no_labels)
             predict = guided(predict, unconditional, self._guidance)
         return sample(config.diffusion.target, self.sampler, predict, noise, self._steps)
 
-    def _predict(
-        self, weights: Any, labels: Int32[Array, " B"], captions: Int32[Array, "B S"] | None
-    ) -> Predict:
+    def _predict(self, weights: Any, labels: Int32[Array, " B"]) -> Predict:
         def predict(x: Array, times: Array) -> Array:
-            shown = self._objective.shown(x, times, labels, captions, grid=self._grid)
+            shown = self._objective.shown(x, times, labels, grid=self._grid)
             return self._program.outputs(weights, shown)
 
         return predict
@@ -157,11 +141,10 @@ def _check_guidance(guidance: float, config: DiTTrainConfig) -> None:
             f"guidance must be at least 0 and finite; got guidance={guidance}. Use 1 for none."
         )
     model, dropout = config.model, config.diffusion.dropout
-    if guidance != 1 and not (dropout and (model.classes or model.caption_length)):
+    if guidance != 1 and not (dropout and model.classes):
         raise InputError(
-            "guidance other than 1 needs a model that has learnt to draw with a class or a caption "
-            f"and without; got guidance={guidance}, classes={model.classes}, "
-            f"caption_length={model.caption_length}, dropout={dropout}. Use guidance=1."
+            "guidance other than 1 needs a model that has learnt to draw with a class and without; "
+            f"got guidance={guidance}, classes={model.classes}, dropout={dropout}. Use guidance=1."
         )
 
 

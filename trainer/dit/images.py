@@ -4,7 +4,7 @@
     none         the handwritten digits of scikit-learn             images, kept in memory
     a folder     *.png, *.jpg, *.jpeg, *.webp, *.bmp, in a folder   images, read when needed
                  for each class if the model has classes
-    *.npz        the arrays `latents`, `labels`, `captions`         unchanged, kept in memory
+    *.npz        the arrays `latents`, `labels`                     unchanged, kept in memory
 
 Images have values from -1 to 1. All is checked when the data are opened, except the pixels of files
 in a folder. Which examples are held out depends only on their number, not on the seed, the hosts or
@@ -54,8 +54,6 @@ class Example(NamedTuple):
     """Frames, height, width, channels."""
     label: int | None
     """Class of the image; None if the model has no classes."""
-    caption: bytes | None
-    """Caption in UTF-8; None if the model takes no text."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +84,6 @@ class _Source(NamedTuple):
     name: str
     latent: Callable[[int], Float32[np.ndarray, "F H W C"]]
     labels: Sequence[int | None]
-    captions: Sequence[bytes | None]
     content: Any
     """What tells the latents from others."""
     remark: str = ""
@@ -98,8 +95,7 @@ class _Source(NamedTuple):
 def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
     """Opens what `config.data` names; by default, the handwritten digits of scikit-learn.
 
-    An *.npz file is read as a whole. The size and the caption of every image in a folder are read
-    now.
+    An *.npz file is read as a whole. The size of every image in a folder is read now.
 
     Args:
         config: config of the run. Images are converted to the 1 or 3 channels of its model.
@@ -125,14 +121,15 @@ def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
         )
 
     def read(number: int) -> Example:
-        return Example(source.latent(number), source.labels[number], source.captions[number])
+        return Example(source.latent(number), source.labels[number])
 
     held_out = min(max(1, round(config.data.validation_fraction * count)), count - 1)
     order = np.random.default_rng(0).permutation(count)
     parts = np.sort(order[held_out:]), np.sort(order[:held_out])
     train, measured = (Examples(numbers=part, read=read) for part in parts)
     # An image that was damaged may be restored while a run goes on: of images, names tell them.
-    known = repr((source.content, source.labels, source.captions))
+    # The third entry is that of older runs, whose examples could have a caption.
+    known = repr((source.content, source.labels, [None] * count))
     groups = None
     if source.sizes is not None:
         sizes = np.array(source.sizes)
@@ -176,15 +173,11 @@ def _open_digits(config: DiTTrainConfig) -> _Source:
     digits: Any = load_digits()
     # Pixels have values from 0 to 16.
     images = (digits.images / 8 - 1).astype(np.float32)[:, None, :, :, None]
-    words = ((DIGITS[digit], repr(DIGITS[digit])) for digit in digits.target)
-    captions, remark = _encode_captions(words, len(images), config)
     return _Source(
         name=name,
         latent=lambda number: images[number],
         labels=digits.target.tolist() if config.model.classes else [None] * len(images),
-        captions=captions,
         content=_digest(images),
-        remark=remark,
     )
 
 
@@ -197,10 +190,7 @@ def _digest(array: np.ndarray) -> str:
 
 def _open_npz(path: Path, config: DiTTrainConfig, scale: float) -> _Source:
     find_files(path, "data.path")  # Raises if the file is missing.
-    needed = ["latents"]
-    needed += ["labels"] * (config.model.classes > 0) + ["captions"] * (
-        config.model.caption_length > 0
-    )
+    needed = ["latents"] + ["labels"] * (config.model.classes > 0)
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             found = archive.files
@@ -214,24 +204,13 @@ def _open_npz(path: Path, config: DiTTrainConfig, scale: float) -> _Source:
     if missing := [name for name in needed if name not in arrays]:
         raise InputError(
             f"{str(path)!r} must hold the arrays {needed} for this model; got {found}. Add "
-            f"{missing}, or use --model.classes 0 for no labels, --model.caption-length 0 for no "
-            "captions."
+            f"{missing}, or use --model.classes 0 for no labels."
         )
     latents, count = arrays["latents"], len(np.atleast_1d(arrays["latents"]))
     rms = _check_latents(latents, path, config, scale)
     labels: list[int | None] = [None] * count
     if config.model.classes:
         labels = _check_labels(arrays["labels"], count, path, config.model.classes)
-    words: np.ndarray = arrays.get("captions", np.array([], str))
-    if config.model.caption_length and (words.dtype.kind != "U" or words.shape != (count,)):
-        raise _npz_error(
-            path,
-            f"`captions` must be {count} strings, one for each of `latents`",
-            words,
-            "Save np.array(captions) of a list of str, or use --model.caption-length 0.",
-        )
-    places = ((str(word), f"caption {i} of {str(path)!r}") for i, word in enumerate(words))
-    captions, remark = _encode_captions(places, count, config)
     shape = (*config.size, config.model.channels)
     return _Source(
         name=str(path),
@@ -239,9 +218,8 @@ def _open_npz(path: Path, config: DiTTrainConfig, scale: float) -> _Source:
             shape
         ),
         labels=labels,
-        captions=captions,
         content=_digest(latents),
-        remark=remark + _warning_of_scale(rms, scale),
+        remark=_warning_of_scale(rms, scale),
     )
 
 
@@ -313,10 +291,7 @@ def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> InputE
 
 
 def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
-    """Finds the images of a folder, checks their sizes, and reads their captions.
-
-    The caption of name.png is in name.txt. Hidden files are left out.
-    """
+    """Finds the images of a folder, and checks their sizes. Hidden files are left out."""
     if config.size[0] != 1 or config.model.channels not in (1, 3):
         raise InputError(
             "A folder of images needs size=(1, height, width) and model.channels=1 or 3; got "
@@ -334,7 +309,6 @@ def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
     names = _check_classes(folder, keys, config)
     label_of = {name: label for label, name in enumerate(names)}
     files = [folder / key for key in keys]
-    captions, longest = _encode_captions(map(_read_caption, files), len(files), config)
     with ThreadPoolExecutor() as threads:
         found_sizes = list(threads.map(lambda file: _nearest_size(file, config), files))
     of_sizes = [config.of_size(size) for size in config.sizes]
@@ -343,10 +317,9 @@ def _open_folder(folder: Path, config: DiTTrainConfig) -> _Source:
         name=str(folder),
         latent=lambda number: _read_image(files[number], of_sizes[found_sizes[number]]),
         labels=[label_of.get(key.split("/")[0]) for key in keys],
-        captions=captions,
         # A file in place of another may have other proportions, which changes the batches.
         content=[keys, found_sizes] if several else keys,
-        remark=_said_size(config) + _said_classes(names) + _other_files(found) + longest,
+        remark=_said_size(config) + _said_classes(names) + _other_files(found),
         sizes=found_sizes if several else None,
     )
 
@@ -433,58 +406,10 @@ def _said_size(config: DiTTrainConfig) -> str:
 
 
 def _other_files(keys: list[str]) -> str:
-    """A remark about the files that are neither images nor captions."""
-    others = [key for key in keys if _suffix(key) not in (*SUFFIXES, ".txt")]
+    """A remark about the files that are no images."""
+    others = [key for key in keys if _suffix(key) not in SUFFIXES]
     suffixes = ", ".join(sorted({_suffix(key) or PurePosixPath(key).name for key in others})[:5])
     return f"; {len(others):,} other files left out ({suffixes})" if others else ""
-
-
-def _read_caption(image: Path) -> tuple[str, str]:
-    """The caption of an image, and where it was found."""
-    path = image.with_suffix(".txt")
-    try:
-        return path.read_text("utf-8-sig").strip(), repr(str(path))
-    except OSError as error:
-        raise InputError(
-            f"Every image must have its caption in a file beside it; got {type(error).__name__} "
-            f"for {str(path)!r}. Write it, or use --model.caption-length 0."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"Captions must be UTF-8; got byte {error.object[error.start]:#04x} in {str(path)!r}. "
-            "Convert the file."
-        ) from None
-
-
-def _encode_captions(
-    captions: Iterable[tuple[str, str]], count: int, config: DiTTrainConfig
-) -> tuple[list[bytes | None], str]:
-    """Captions in UTF-8, from texts and their places, and a remark that names the longest."""
-    if not config.model.caption_length:
-        return [None] * count, ""
-    encoded: list[bytes | None] = []
-    longest, place_of_longest = -1, ""
-    for text, place in captions:
-        try:
-            caption = text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"Captions must be Unicode; got the lone surrogate {text[error.start]!a} in "
-                f"{place}. Mend it."
-            ) from None
-        encoded.append(caption)
-        if len(caption) > longest:
-            longest, place_of_longest = len(caption), place
-    if longest > config.model.caption_length:
-        raise InputError(
-            f"Captions must have at most model.caption_length bytes of UTF-8; got {longest} in "
-            f"{place_of_longest} for caption_length={config.model.caption_length}. Use "
-            f"--model.caption-length {longest}, or shorten them."
-        )
-    return encoded, (
-        f"; the longest caption has {longest} of {config.model.caption_length} bytes, in "
-        f"{place_of_longest}"
-    )
 
 
 def _read_image(path: Path, config: DiTTrainConfig) -> Float32[np.ndarray, "1 H W C"]:

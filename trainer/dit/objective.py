@@ -36,10 +36,7 @@ class NoisyBatch(NamedTuple):
     """0 is the image, 1 is noise."""
     labels: Int32[Array, " B"]
     segment_ids: Int32[Array, "B T"] | None
-    """0 for tokens of the image, `PADDING` for others; None if there are neither others nor a
-    caption."""
-    captions: tuple[Int32[Array, "B S"], Int32[Array, "B S"], Int32[Array, "B S"]] | None
-    """Bytes of the captions, their positions and their segments."""
+    """0 for tokens of the image, `PADDING` for others; None if there are no others."""
     targets: Float32[Array, "B T P"]
     weights: Float32[Array, "B T"]
     """1 for tokens of the image, else 0."""
@@ -70,12 +67,8 @@ class Denoising(Objective):
         rows, tokens = config.batch_size, layout.padded_length(config.num_tokens)
         patches: Any = jax.ShapeDtypeStruct((rows, tokens, config.patch_elements), jnp.float32)
         integers: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        captions: Any = None
-        if config.model.caption_length:
-            length = layout.padded_length(config.model.caption_length)
-            captions = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         grid = Grid.of(config.size, config.model.patch)
-        return ImageBatch(patches, integers, captions, integers, grid)
+        return ImageBatch(patches, integers, integers, grid)
 
     def prepare(self, batch: ImageBatch, *, training: bool) -> NoisyBatch:
         config, diffusion = self._config, self._config.diffusion
@@ -89,11 +82,8 @@ class Denoising(Objective):
 
         times, noise, dropped = jax.vmap(draw)(jnp.asarray(batch.numbers))
         patches, targets = noised(diffusion.target, jnp.asarray(batch.patches), noise, times)
-        captions: Any = batch.captions
-        if captions is not None:
-            captions = jnp.where(dropped[:, None], PADDING, captions)
         labels = jnp.where(dropped, config.model.classes, batch.labels)
-        shown = self.shown(patches, times, labels, captions, grid=batch.grid)
+        shown = self.shown(patches, times, labels, grid=batch.grid)
         shown = shown._replace(targets=targets)
         if training:
             return shown
@@ -105,7 +95,6 @@ class Denoising(Objective):
         patches: Float32[Array, "B T P"],
         times: Float32[Array, " B"],
         labels: Int32[Array, " B"],
-        captions: Int32[Array, "B S"] | None,
         *,
         grid: Grid,
     ) -> NoisyBatch:
@@ -116,7 +105,6 @@ class Denoising(Objective):
                 mask uses that layout on every mesh.
             times: 0 is the image, 1 is noise.
             labels: classes; the number of classes stands for no class.
-            captions: bytes, then `PADDING`; None if the model takes no text.
             grid: the patches of each image.
         """
         rows, length = patches.shape[:2]
@@ -124,20 +112,14 @@ class Denoising(Objective):
         is_image = index < grid.num_tokens
         positions = jnp.stack(jnp.unravel_index(index, grid.size), axis=-1)
         segment_ids: Any = None
-        if captions is not None or length > grid.num_tokens:
+        if length > grid.num_tokens:
             segment_ids = jnp.tile(jnp.where(is_image, 0, PADDING), (rows, 1))
-        text: Any = None
-        if captions is not None:
-            text_segments = jnp.where(captions == PADDING, PADDING, 0)
-            text_positions = jnp.tile(jnp.arange(captions.shape[1]), (rows, 1))
-            text = (jnp.maximum(captions, 0), text_positions, text_segments)
         return NoisyBatch(
             patches=patches,
             positions=jnp.tile(positions, (rows, 1, 1)),
             times=times,
             labels=labels,
             segment_ids=segment_ids,
-            captions=text,
             targets=patches,
             weights=jnp.tile(is_image.astype(jnp.float32), (rows, 1)),
         )
@@ -149,7 +131,6 @@ class Denoising(Objective):
             batch.times,
             batch.labels,
             batch.segment_ids,
-            batch.captions,
         )
 
     def outputs(self, model: DiT, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
@@ -164,20 +145,18 @@ class Denoising(Objective):
 def dit_flops_per_token(config: DiTTrainConfig, length: int) -> float:
     """FLOPs of a training step for each token of an image: 3 * (2 N + 4 L W T).
 
-    N weights are in matrix products; attention is to all T tokens of the image and of its caption,
-    in L layers of width W. Only matrix products count, and what remat recomputes does not. The work
-    for a caption, whose tokens go through layers of the same sizes, is counted with the tokens of
-    its image. What is computed once for an image, from its time and class, is left out.
+    N weights are in matrix products; attention is to all T tokens of the image, in L layers of
+    width W. Only matrix products count, and what remat recomputes does not. What is computed once
+    for an image, from its time and class, is left out.
 
     Args:
         config: sizes of the model.
-        length: T without the caption.
+        length: T.
 
     Returns:
         FLOPs per token, of all devices together.
     """
     model = config.model
     layer = 4 * model.width**2 + 2 * model.width * model.mlp_width
-    tokens = length + model.caption_length
-    layers = model.layers * (2 * layer + 4 * model.width * tokens) * tokens / length
+    layers = model.layers * (2 * layer + 4 * model.width * length)
     return 3.0 * (layers + 4 * model.width * config.patch_elements)

@@ -49,7 +49,7 @@ def sample_images(
         CheckpointError: if there is no checkpoint, or it cannot be read.
     """
     config = _of_size(config, options)
-    labels, captions = rows_of_grid(config, options)
+    labels = rows_of_grid(config, options)
     out = _file_to_write(run_dir, config, options)
     if session.is_first:
         _require_new_file(out, options)
@@ -69,7 +69,7 @@ def sample_images(
     program = Program(for_drawing, attention, Denoising(for_drawing))
     guidance = options.guidance
     if guidance is None:
-        is_guided = config.diffusion.dropout and (model.classes or model.caption_length)
+        is_guided = config.diffusion.dropout and model.classes
         guidance = DEFAULT_GUIDANCE if is_guided else 1.0
     drawing = Drawing(
         program,
@@ -81,7 +81,7 @@ def sample_images(
     shapes, folder = program.state_shapes.weights, run_dir / CHECKPOINTS_FOLDER
     weights, step = restore_weights(folder, shapes, model_flags(config), note=session.note)
     session.note(f"model: {run_dir} after step {step}")
-    images = list(drawing.draw(weights, labels=labels, captions=captions, seed=options.seed))
+    images = list(drawing.draw(weights, labels=labels, seed=options.seed))
 
     def write(file: IO[bytes]) -> None:
         if out.suffix == ".npz":
@@ -134,30 +134,17 @@ def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
         part.unlink(missing_ok=True)
 
 
-def rows_of_grid(
-    config: DiTTrainConfig, options: ImageOptions
-) -> tuple[list[int], list[bytes] | None]:
-    """Class and caption of every image, row by row of the grid.
+def rows_of_grid(config: DiTTrainConfig, options: ImageOptions) -> list[int]:
+    """Class of every image, row by row of the grid.
 
     Raises:
-        ValueError: if the model does not know a class, or takes no captions.
+        ValueError: if the model does not know a class.
     """
-    model, classes, captions = config.model, options.classes, options.captions
-    if captions is not None and not model.caption_length:
-        raise InputError(
-            "--captions need a model that takes text; got one of caption_length=0. Leave them out."
-        )
-    labels = tuple(_label_of(name, config) for name in classes or ())
-    if classes is None and captions is None:
-        labels = tuple(range(min(model.classes, CLASSES_SHOWN)))
-    count = len(labels or captions or (None,))
-    labels = labels or (model.classes,) * count
-    texts = captions or ("",) * count
-    repeated = [row for row in range(count) for _ in range(options.samples)]
-    return (
-        [labels[row] for row in repeated],
-        [texts[row].encode() for row in repeated] if model.caption_length else None,
-    )
+    count = config.model.classes
+    labels = [_label_of(name, config) for name in options.classes or ()]
+    if options.classes is None:
+        labels = list(range(min(count, CLASSES_SHOWN)))
+    return [label for label in labels or [count] for _ in range(options.samples)]
 
 
 def _label_of(name: str, config: DiTTrainConfig) -> int:

@@ -93,6 +93,8 @@ def _rename(values: dict[str, Any]) -> None:
     if isinstance(mesh, dict) and "c" not in mesh and mesh.get("group", 1) is None:
         # Before there was mesh.c, a team without a group set both.
         values["mesh"] = mesh | {"c": mesh.get("team"), "team": None}
+    if isinstance(model, dict) and model.get("caption_length") == 0:
+        del model["caption_length"]  # Of models with text, which are gone.
     if isinstance(model, dict) and "post_norms" in model:
         model["norms"] = "both" if model.pop("post_norms") else "before"
     if isinstance(model, dict) and "window" in model:
