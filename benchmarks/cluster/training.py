@@ -123,7 +123,7 @@ def random_batch(config: TrainConfig, layout: Layout) -> Any:
     patches = layout.permute(np.pad(patches, ((0, 0), (0, padding), (0, 0))))
     numbers = np.arange(rows, dtype=np.int32)
     grid = Grid.of(config.size, config.model.patch)
-    return ImageBatch(patches, numbers % CLASSES, None, numbers, grid)
+    return ImageBatch(patches, numbers % CLASSES, numbers, grid)
 
 
 def random_state(program: Program) -> Any:
