@@ -25,14 +25,12 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, projected
 from models.linear import linear
-from models.modulation import add_gated, modulate, one_by_one, sinusoids
+from models.modulation import TIME_SCALE, add_gated, modulate, one_by_one, sinusoids
 from models.sizes import check_dit_width
 from startrail_jax.xla.ordering import compute_first
 
 TIME_CHANNELS = 256
 """Sines and cosines in which a time is coded."""
-TIME_SCALE = 1000.0
-"""Factor of times: DiT's embedding is made for the steps 0 to 1000 of DDPM."""
 
 
 class DiT(nnx.Module):

@@ -17,10 +17,6 @@ def _unchanged(x: Any) -> Any:
     return x
 
 
-def _attend(query: Array, key: Array, value: Array) -> Array:
-    return jax.nn.dot_product_attention(query, key, value)
-
-
 def _run_layer(layer: Callable[..., Any], part: str = ATTENTION) -> Callable[..., Any]:
     return lambda weights, *arguments: layer(layer_of(weights), *arguments)
 
@@ -57,7 +53,7 @@ class Hooks:
     mean_over_tensor: Callable[[Array], Array] = _unchanged
     """Applied to a mean over the heads of one device, such as that of a norm over all heads: the
     mean over the tensor-parallel devices, with its gradient."""
-    attend_whole: Callable[[Array, Array, Array], Array] = _attend
+    attend_whole: Callable[[Array, Array, Array], Array] = jax.nn.dot_product_attention
     """Attention of tokens to others that are whole on every device, such as those of a text:
     (query [B T N H], key [B S N H], value [B S N H]) -> [B T N H]."""
     linear_attention: Callable[[str], Any] = _no_linear_attention

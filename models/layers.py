@@ -113,6 +113,7 @@ class MLP(nnx.Module):
         width: int,
         hidden: int,
         out_gain: float,
+        bias: bool = False,
         dtype: Any,
         rngs: nnx.Rngs,
     ) -> None:
@@ -123,6 +124,7 @@ class MLP(nnx.Module):
             width: channels of inputs and outputs.
             hidden: channels between the projections.
             out_gain: standard deviation of the outputs of `down` for inputs of variance 1.
+            bias: whether `up` has a bias.
             dtype: type of activations and matrix products.
             rngs: source of the initial weights.
         """
@@ -130,10 +132,11 @@ class MLP(nnx.Module):
         self.activation = jax.nn.silu if kind == "swiglu" else jax.nn.gelu
         self.gate = linear(width, hidden, dtype=dtype, rngs=rngs) if gated else None
         self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
+        self.up_bias = nnx.Param(jnp.zeros(hidden)) if bias else None
         self.down = linear(hidden, width, gain=out_gain, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
-        up = checkpoint_name(self.up(x), HIDDEN)
+        up = checkpoint_name(biased(self.up(x), self.up_bias), HIDDEN)
         if self.gate is None:
             return self.down(self.activation(up))
         return self.down(self.activation(checkpoint_name(self.gate(x), HIDDEN)) * up)

@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+TIME_SCALE = 1000.0
+"""Factor of times: their sinusoids are made for the steps 0 to 1000 of DDPM."""
 LONGEST = 10_000.0
 """Longest wavelength of sinusoids divided by 2 pi, in positions or steps."""
 EPSILON = 1e-6

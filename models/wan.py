@@ -16,21 +16,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
-from models.layers import HIDDEN, AttentionFn, NormOverHeads, biased, projected
+from models.layers import MLP, AttentionFn, NormOverHeads, biased, projected
 from models.linear import linear
-from models.modulation import LONGEST, add_gated, layer_norm, modulate
+from models.modulation import TIME_SCALE, add_gated, layer_norm, modulate, sinusoids
 from models.rope import Rope
 from startrail_jax.xla.ordering import compute_first
 
-TIME_SCALE = 1000.0
-"""Factor of times: the embedding is made for the steps 0 to 1000."""
 IMAGE_EPSILON = 1e-5
 """What the norms around the projection of images add to the variance."""
 
@@ -165,7 +161,9 @@ class Wan(nnx.Module):
         """
         pixels = patches.astype(self.dtype).reshape(*patches.shape[:2], *self.patches.in_features)
         x = biased(self.patches(pixels), self.patches_bias)
-        coded = _cosines(times * TIME_SCALE, self.time_channels)
+        coded = sinusoids(times * TIME_SCALE, self.time_channels)
+        # Cosines come first.
+        coded = jnp.roll(coded, self.time_channels // 2, axis=-1)
         hidden = jax.nn.silu(biased(self.time_in(coded), self.time_in_bias))
         time = biased(self.time_out(hidden), self.time_out_bias)
         modulations = biased(self.modulation(jax.nn.silu(time)), self.modulation_bias)
@@ -272,9 +270,9 @@ class WanBlock(nnx.Module):
         self.attention = WanAttention(image=False, **common)
         self.text_attention = WanAttention(image=image, **common)
         self.text_norm = AffineNorm(width, epsilon) if text_norm else None
-        self.up = linear(width, mlp_width, dtype=dtype, rngs=rngs)
-        self.down = linear(mlp_width, width, dtype=dtype, rngs=rngs)
-        self.up_bias, self.down_bias = _bias(mlp_width), _bias(width)
+        sizes: dict[str, Any] = dict(width=width, hidden=mlp_width, out_gain=1.0, bias=True)
+        self.mlp = MLP("gelu", **sizes, dtype=dtype, rngs=rngs)
+        self.mlp_bias = _bias(width)
         self.modulation_table = _table(6, width, rngs)
 
     def __call__(self, x: Float[Array, "B T width"], given: Conditions) -> Array:
@@ -298,10 +296,8 @@ class WanBlock(nnx.Module):
         return add_gated(x, mlp_gate, mlp(modulate(x, mlp_shift, mlp_scale, self.epsilon)))
 
     def _feed_forward(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
-        up = biased(self.up(self.hooks.copy_to_tensor(x)), self.up_bias)
-        up = checkpoint_name(up, HIDDEN)
-        out = self.hooks.reduce_from_tensor(self.down(jax.nn.gelu(up)))
-        return biased(out, self.down_bias)
+        out = self.hooks.reduce_from_tensor(self.mlp(self.hooks.copy_to_tensor(x)))
+        return biased(out, self.mlp_bias)
 
 
 class WanAttention(nnx.Module):
@@ -395,15 +391,3 @@ def _rotated(
     first, second = pairs[..., 0], pairs[..., 1]
     turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
     return turned.reshape(x.shape)
-
-
-def _cosines(x: Float32[Array, "B K"], channels: int) -> Float32[Array, "B K channels"]:
-    """Cosines, then sines, of x times frequencies that fall geometrically from 1.
-
-    The frequencies are rounded as in diffusers: at 1000 radians, others would differ by 1e-4.
-    """
-    pairs = channels // 2
-    exponents = np.float32(-math.log(LONGEST)) * np.arange(pairs, dtype=np.float32)
-    frequencies = jnp.asarray(np.exp(exponents / np.float32(pairs)))
-    angles = x[:, :, None] * frequencies[None, None]
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

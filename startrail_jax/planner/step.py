@@ -194,8 +194,7 @@ class Step:
             in_middle = 2 * state * (devices - 1) / devices
             seconds = self._links.collective("all_reduce", devices, inside, in_middle).seconds
             for step, distance in enumerate((*(2**i for i in range(steps)), 1)):
-                targets = np.minimum(ranks + distance, devices - 1)
-                targets = np.where(ranks + distance < devices, targets, ranks)
+                targets = np.where(ranks + distance < devices, ranks + distance, ranks)
                 across, within = self._links.of_pairs(rows, targets[None], np.ones(1))
                 for moved in (whole if step < steps - 1 else state, whole):
                     sent = across * moved, within * moved, 1, np.where(within > 0, moved, 0)

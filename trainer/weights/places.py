@@ -19,7 +19,12 @@ Groups = tuple[tuple[int, ...], ...]
 
 AS_IT_IS: Groups = ((0,),)
 TRANSPOSED: Groups = ((1,), (0,))
+OF_HEADS: Groups = ((0, 1),)
+"""A bias or a scale, [heads, head_dim]."""
 IN_ROWS: Groups = ((1, 2), (0,))
+"""A projection to heads, [inputs, heads, head_dim]."""
+IN_COLUMNS: Groups = ((2,), (0, 1))
+"""A projection from heads, [heads, head_dim, outputs]."""
 OF_CONV: Groups = ((1, 2), (), (0,))
 
 

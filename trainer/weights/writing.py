@@ -38,7 +38,7 @@ def write_tensors(
         stem: what the names of the files begin with.
 
     Raises:
-        ValueError: if a weight is not finite in the type.
+        FloatingPointError: if a weight is not finite in the type.
         OSError: if a file cannot be written.
     """
     found, size = by_tensor(places), np.dtype(dtype).itemsize

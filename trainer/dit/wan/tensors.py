@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from models.periods import ATTENTION
-from trainer.weights.places import AS_IT_IS, IN_ROWS, TRANSPOSED, Groups, Place
+from trainer.weights.places import (
+    AS_IT_IS,
+    IN_COLUMNS,
+    IN_ROWS,
+    OF_HEADS,
+    TRANSPOSED,
+    Groups,
+    Place,
+)
 
-OF_HEADS: Groups = ((0, 1),)
-"""A bias or a scale, [heads, head_dim]."""
 OF_TABLE: Groups = ((), (0,), (1,))
 
 
@@ -31,7 +37,7 @@ def _of_attention(path: str, name: str) -> dict[str, tuple[str, Groups]]:
     pairs = {"query": "to_q", "key": "to_k", "value": "to_v"}
     pairs |= {"image_key": "add_k_proj", "image_value": "add_v_proj"}
     found = _of_projection(f"{path}/out", f"{name}.to_out.0")
-    found[f"{path}/out/kernel"] = (f"{name}.to_out.0.weight", ((2,), (0, 1)))
+    found[f"{path}/out/kernel"] = (f"{name}.to_out.0.weight", IN_COLUMNS)
     for here, there in pairs.items():
         found[f"{path}/{here}/kernel"] = (f"{name}.{there}.weight", IN_ROWS)
         found[f"{path}/{here}_bias"] = (f"{name}.{there}.bias", OF_HEADS)
@@ -63,8 +69,9 @@ OF_LAYER: Mapping[str, tuple[str, Groups]] = {
     **_of_attention("attention", "attn1"),
     **_of_attention("text_attention", "attn2"),
     **_of_norm("text_norm", "norm2"),
-    **_of_projection("up", "ffn.net.0.proj"),
-    **_of_projection("down", "ffn.net.2"),
+    **_of_projection("mlp/up", "ffn.net.0.proj"),
+    "mlp/down/kernel": ("ffn.net.2.weight", TRANSPOSED),
+    "mlp_bias": ("ffn.net.2.bias", AS_IT_IS),
     "modulation_table": ("scale_shift_table", OF_TABLE),
 }
 """Weight of a layer -> tensor of a layer."""
@@ -74,7 +81,7 @@ def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Place]]
     """The place of every weight of a model.
 
     Args:
-        shapes: the shape of every weight by its path: `blocks/up/kernel`.
+        shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
     """
     for path, shape in shapes.items():
         part, _, rest = path.partition("/")

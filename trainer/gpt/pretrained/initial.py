@@ -172,7 +172,8 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         }
         found = dict(places(named, config.model))
         wanted = {name: place.whole_shape for place in found.values() for name in place.tensors}
-        tensors = as_published(tensors, wanted)
+        if described.family == "olmo_hybrid":
+            tensors = as_published(tensors, wanted)
         images = tensors.left_out.get(IMAGES, 0)
         if images and not config.init_text_only:
             raise InputError(

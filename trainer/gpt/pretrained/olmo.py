@@ -28,7 +28,7 @@ def as_published(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> Ten
     """The tensors under the names and with the rows that a model of this program has.
 
     Args:
-        tensors: those of any model; of another one, they stay as they are.
+        tensors: those of a folder of either kind.
         wanted: the shapes of the model's tensors.
     """
     names = {name: name for name in tensors.shapes}

@@ -11,7 +11,16 @@ from dataclasses import replace
 
 from models.periods import ATTENTION, LINEAR
 from trainer.gpt.config import GPTConfig
-from trainer.weights.places import AS_IT_IS, IN_ROWS, OF_CONV, TRANSPOSED, Groups, Place
+from trainer.weights.places import (
+    AS_IT_IS,
+    IN_COLUMNS,
+    IN_ROWS,
+    OF_CONV,
+    OF_HEADS,
+    TRANSPOSED,
+    Groups,
+    Place,
+)
 
 OF_MODEL: Mapping[str, tuple[str, Groups]] = {
     "embedding/embedding": ("model.embed_tokens.weight", ((0,), (1,))),
@@ -21,18 +30,18 @@ OF_MODEL: Mapping[str, tuple[str, Groups]] = {
 """Weight -> tensor, outside of the layers."""
 OF_LAYER: Mapping[str, tuple[str, Groups]] = {
     "attention_norm/scale": ("input_layernorm.weight", AS_IT_IS),
-    "attention/query/kernel": ("self_attn.q_proj.weight", ((1, 2), (0,))),
-    "attention/key/kernel": ("self_attn.k_proj.weight", ((1, 2), (0,))),
-    "attention/value/kernel": ("self_attn.v_proj.weight", ((1, 2), (0,))),
-    "attention/out/kernel": ("self_attn.o_proj.weight", ((2,), (0, 1))),
-    "attention/query_bias": ("self_attn.q_proj.bias", ((0, 1),)),
-    "attention/key_bias": ("self_attn.k_proj.bias", ((0, 1),)),
-    "attention/value_bias": ("self_attn.v_proj.bias", ((0, 1),)),
+    "attention/query/kernel": ("self_attn.q_proj.weight", IN_ROWS),
+    "attention/key/kernel": ("self_attn.k_proj.weight", IN_ROWS),
+    "attention/value/kernel": ("self_attn.v_proj.weight", IN_ROWS),
+    "attention/out/kernel": ("self_attn.o_proj.weight", IN_COLUMNS),
+    "attention/query_bias": ("self_attn.q_proj.bias", OF_HEADS),
+    "attention/key_bias": ("self_attn.k_proj.bias", OF_HEADS),
+    "attention/value_bias": ("self_attn.v_proj.bias", OF_HEADS),
     "attention/sinks": ("self_attn.sinks", AS_IT_IS),
     "attention/query_norm/scale": ("self_attn.q_norm.weight", AS_IT_IS),
     "attention/key_norm/scale": ("self_attn.k_norm.weight", AS_IT_IS),
-    "attention/query_norm/heads_scale": ("self_attn.q_norm.weight", ((0, 1),)),
-    "attention/key_norm/heads_scale": ("self_attn.k_norm.weight", ((0, 1),)),
+    "attention/query_norm/heads_scale": ("self_attn.q_norm.weight", OF_HEADS),
+    "attention/key_norm/heads_scale": ("self_attn.k_norm.weight", OF_HEADS),
     "mlp_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
     "mlp/gate/kernel": ("mlp.gate_proj.weight", TRANSPOSED),
     "mlp/up/kernel": ("mlp.up_proj.weight", TRANSPOSED),
@@ -52,7 +61,7 @@ OF_LINEAR: Mapping[str, tuple[str, Groups]] = {
     "attention/decay_rate": ("linear_attn.A_log", AS_IT_IS),
     "attention/decay_bias": ("linear_attn.dt_bias", AS_IT_IS),
     "attention/out_norm/scale": ("linear_attn.norm.weight", AS_IT_IS),
-    "attention/out/kernel": ("linear_attn.out_proj.weight", ((2,), (0, 1))),
+    "attention/out/kernel": ("linear_attn.out_proj.weight", IN_COLUMNS),
 }
 """The same of linear attention. Where several weights are one tensor, its rows are theirs, in the
 order of this table."""
@@ -69,7 +78,7 @@ OF_OLMO: Mapping[str, tuple[str, Groups]] = {
     "attention/key_conv": ("linear_attn.k_conv1d.weight", OF_CONV),
     "attention/value_conv": ("linear_attn.v_conv1d.weight", OF_CONV),
     "attention/out_norm/scale": ("linear_attn.o_norm.weight", AS_IT_IS),
-    "attention/out/kernel": ("linear_attn.o_proj.weight", ((2,), (0, 1))),
+    "attention/out/kernel": ("linear_attn.o_proj.weight", IN_COLUMNS),
 }
 """What an Olmo Hybrid has in its layers of linear attention, beside the decay of others."""
 AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
