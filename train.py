@@ -36,11 +36,10 @@ from trainer.command_line import (
     parse_run,
 )
 from trainer.config import Distributed, TrainConfig
-from trainer.gpt.pretrained.defaults import pretrained
 from trainer.printable import say
 from trainer.run.commands import command
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
-from trainer.tasks import TASKS, load_train_config
+from trainer.tasks import TASKS, load_train_config, pretrained
 
 
 class Losses(NamedTuple):

@@ -24,6 +24,7 @@ from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, NormOverHeads, biased, projected
 from models.linear import linear
 from models.modulation import TIME_SCALE, add_gated, layer_norm, modulate, sinusoids
+from models.periods import ATTENTION
 from models.rope import Rope
 from startrail_jax.xla.ordering import compute_first
 
@@ -46,6 +47,9 @@ class Conditions(NamedTuple):
 
 class Wan(nnx.Module):
     """Predicts the velocity of rectified flow for every patch of the latents of videos."""
+
+    parts = (ATTENTION,)
+    """Names of the parts that are stacked layers."""
 
     def __init__(
         self,
@@ -209,11 +213,13 @@ class WanHead(nnx.Module):
     """The output projection, whose weights begin as 0."""
 
     def __init__(self, width: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.out = linear(width, outputs, gain=0.0, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
-        self.out_bias = _bias(outputs)
+        self.outputs = linear(
+            width, outputs, gain=0.0, dtype=dtype, out_dtype=jnp.float32, rngs=rngs
+        )
+        self.outputs_bias = _bias(outputs)
 
     def __call__(self, x: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
-        return biased(self.out(x), self.out_bias)
+        return biased(self.outputs(x), self.outputs_bias)
 
 
 class ImageTokens(nnx.Module):

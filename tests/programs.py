@@ -21,6 +21,7 @@ from models.hooks import Hooks
 from startrail_jax.devices.degrees import ROLES
 from trainer.config import OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.dit.wan.config import WanConfig, WanTrainConfig
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.parallel.checks import check_step, make_attention
 from trainer.parallel.partition import Partition, path_name
@@ -113,6 +114,19 @@ def make_dit_config(model=None, **changes):
     sizes = dict(channels=2, classes=3, width=32, layers=2, heads=8, mlp_width=48)
     config = DiTTrainConfig(
         model=DiTConfig(**sizes | (model or {})),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        steps=10,
+        batch_size=4,
+        size=(2, 8, 8),
+        run_dir=Path("unused"),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def make_wan_config(model=None, **changes):
+    sizes = dict(channels=2, width=48, layers=2, heads=8, mlp_width=48, text_dim=6, text_tokens=3)
+    config = WanTrainConfig(
+        model=WanConfig(**sizes | (model or {})),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         steps=10,
         batch_size=4,

@@ -74,6 +74,15 @@ class Task(ABC, Generic[Config, Options]):
     example_flags: ClassVar[str] = "--help"
     """Flags of sample.py that it advises to try next."""
 
+    def pretrained(self, folder: Path) -> Config | None:
+        """The default of `train.py --init-from FOLDER`; None for a folder without such a model.
+
+        Raises:
+            ValueError: if it holds one that cannot be read.
+            NotImplementedError: if it is not supported.
+        """
+        return None
+
     def before_flags(self, config: Config, flag: Callable[[str], str | None]) -> Config:
         """The defaults of the flags of train.py, where some flags decide about those of others.
 

@@ -11,6 +11,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.dit.task import DiTTask
+from trainer.dit.wan.task import WanTask
 from trainer.gpt.task import GPTTask
 from trainer.run.settings import load_config, read_kind
 from trainer.task import Task
@@ -18,8 +19,16 @@ from trainer.task import Task
 TASKS: dict[str, Task[Any, Any]] = {
     "gpt": GPTTask(),
     "dit": DiTTask(),
+    "wan": WanTask(),
 }
 """Tasks by the kind of their configs, which config.json holds as "kind"."""
+
+
+def pretrained(folder: Path) -> TrainConfig:
+    """Training that goes on from the model of a folder: see `Task.pretrained`."""
+    # A folder without a model of another kind should hold a GPT, whose error says what is missing.
+    found = (TASKS[kind].pretrained(folder) for kind in ("wan", "gpt"))
+    return next(config for config in found if config is not None)
 
 
 def load_train_config(path: Path) -> TrainConfig:

@@ -11,7 +11,14 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers import shortest
-from startrail_jax.planner.models import DIT, MODELS, LinearSizes, ModelSizes, is_size
+from startrail_jax.planner.models import (
+    DIT,
+    MASK_CHANNELS,
+    MODELS,
+    LinearSizes,
+    ModelSizes,
+    is_size,
+)
 
 # Size -> its name in a config.json of Hugging Face.
 _HUGGING_FACE = {
@@ -111,10 +118,10 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     """
     # A run of the time when there was one kind of model does not name it.
     kind = settings.get("kind", "gpt")
-    if kind not in ("gpt", "dit"):
+    if kind not in ("gpt", "dit", "wan"):
         raise InputError(
-            f"--model {name}: kind must be gpt or dit; got {kind!r}. Use train.py {name} --plan "
-            "show, or give the sizes by flags instead: --width, --layers, --heads and so on."
+            f"--model {name}: kind must be gpt, dit or wan; got {kind!r}. Use train.py {name} "
+            "--plan show, or give the sizes by flags instead: --width, --layers, --heads and so on."
         )
     names = ("width", "layers", "heads", "mlp_width")
     model = _known(settings["model"], name, names)
@@ -123,11 +130,16 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
     common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
     common |= {"average": settings.get("ema_decay") is not None}
     common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
+    lora = settings.get("lora")
+    lora = lora if isinstance(lora, dict) and lora.get("rank") else {}
+    base_dtype = lora.get("base_dtype") or model.get("dtype", "float32")
+    common |= {
+        "lora_rank": lora.get("rank", 0),
+        "lora_targets": tuple(lora.get("targets", ("query", "value"))),
+        "frozen_itemsize": 4 if base_dtype == "float32" else 2,
+    }
     if kind == "gpt":
         _known(model, name, ("kv_heads", "head_dim"))
-        lora = settings.get("lora")
-        lora = lora if isinstance(lora, dict) and lora.get("rank") else {}
-        base_dtype = lora.get("base_dtype") or model.get("dtype", "float32")
         return ModelSizes(
             **common,
             kv_heads=model["kv_heads"],
@@ -139,29 +151,34 @@ def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
             **_mixers_of_run(model, name),
             tied_head=model.get("tied_head", False),
             windows=_windows_of_run(model, name),
-            lora_rank=lora.get("rank", 0),
-            lora_targets=tuple(lora.get("targets", ("query", "value"))),
-            frozen_itemsize=4 if base_dtype == "float32" else 2,
             seq_len=settings.get("seq_len"),
         )
-    _known(model, name, ("channels", "classes"))
+    names = ("channels", "classes") if kind == "dit" else ("channels", "text_tokens", "text_dim")
+    _known(model, name, names)
     patches, size = model.get("patch", (1, 2, 2)), _known(settings, name, ("size",))["size"]
     for key, three in (("model.patch", patches), ("size", size)):
         is_list = isinstance(three, list | tuple) and len(three) == 3
         wanted = "three whole numbers of at least 1"
         _require(is_list and all(map(is_size, three)), name, key, wanted, three)
-    _require_sizes(
-        model, ("channels", "classes") if model["classes"] else ("channels",), name, "model."
-    )
+    optional = ("classes", "image_dim")  # 0 or None for none.
+    names = (*(x for x in names if x not in optional), *(x for x in optional if model.get(x)))
+    _require_sizes(model, names, name, "model.")
     patch = math.prod(patches)
+    own: dict[str, Any] = {"classes": model.get("classes", 0)}
+    if kind == "wan":
+        is_given = model.get("first_frame") == "channels"
+        own = {
+            **{"text_tokens": model["text_tokens"], "text_dim": model["text_dim"]},
+            **{"kind": "wan", "qk_norm": True, "image_dim": model.get("image_dim") or 0},
+            "given_channels": MASK_CHANNELS + model["channels"] if is_given else 0,
+        }
     return ModelSizes(
         **common,
-        **DIT,
+        **{**DIT, **own},
         kv_heads=model["heads"],
         head_dim=max(model["width"] // model["heads"], 1),
         mlp_matrices=2,
         outputs=patch * model["channels"],
-        classes=model["classes"],
         patch=patch,
         seq_len=math.prod(size) // patch,
     )

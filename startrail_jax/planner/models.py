@@ -16,6 +16,10 @@ DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes
 """What all diffusion transformers of `train.py` have."""
 
 
+IMAGE_TOKENS, MASK_CHANNELS = 257, 4
+"""Of a Wan that begins with an image: tokens of that, and channels that say what is given."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearSizes:
     """Sizes of the layers of linear attention."""
@@ -62,6 +66,9 @@ class LayerKind:
     """Weights of norms, convolutions and modulations."""
     adapters: int
     """Weights of adapters."""
+    of_text: Mapping[str, tuple[int, int]]
+    """Likewise of each matrix by which the tokens of a text or of an image are multiplied, once for
+    a sequence."""
     moved: int
     """Elements of a token, split over `tensor`, that the kernels between the matrix products read
     and write in a forward pass."""
@@ -72,9 +79,14 @@ class LayerKind:
         return self.weights(*self.projections)
 
     @property
+    def text_matrices(self) -> int:
+        """Weights of the matrices of `of_text`."""
+        return sum(map(math.prod, self.of_text.values()))
+
+    @property
     def elements(self) -> int:
         """All weights but those of adapters."""
-        return self.matrices + self.others
+        return self.matrices + self.text_matrices + self.others
 
     @property
     def mlp(self) -> int:
@@ -93,7 +105,7 @@ class ModelSizes:
     name: str
     """Name in `MODELS`, or path of a config.json."""
     kind: str = "gpt"
-    """"gpt" or "dit", a diffusion transformer; or that of another task of `train.py`."""
+    """"gpt"; "dit" or "wan", diffusion transformers; or that of another task of `train.py`."""
     causal: bool = True
     """Whether a token attends only to itself and to earlier ones."""
     modulated: bool = False
@@ -128,6 +140,14 @@ class ModelSizes:
     """Whether the embedding also serves as the output projection."""
     classes: int = 0
     """Classes of a diffusion transformer."""
+    text_tokens: int = 0
+    """Tokens of a text that every layer attends to; 0 for models without texts."""
+    text_dim: int = 0
+    """Channels of an embedded token of a text."""
+    image_dim: int = 0
+    """Channels of an embedded token of the image that a video begins with; 0 for none."""
+    given_channels: int = 0
+    """Values beside `outputs` by which a token is given, in a position of the latent."""
     patch: int = 4
     """Positions of a latent in a patch of a diffusion transformer: `outputs` is a multiple."""
     windows: tuple[int | None, ...] = (None,)
@@ -187,7 +207,7 @@ class ModelSizes:
                 "or give more --layers."
             )
         given = {name: getattr(self, name) for name in DIT}
-        if self.kind == "dit" and given != DIT:
+        if self.kind in ("dit", "wan") and given != DIT | {"kind": self.kind}:
             raise InputError(
                 "A diffusion transformer has modulated layers, takes values and is not causal; got "
                 f"{given} {named}. Use ModelSizes(**DIT, ...)."
@@ -198,9 +218,9 @@ class ModelSizes:
                 f"windows={self.windows}, qk_norm={self.qk_norm} {named}, a diffusion transformer. "
                 "Leave them out."
             )
-        if self.lora_rank and (self.kind != "gpt" or not is_size(self.lora_rank)):
+        if self.lora_rank and (self.kind == "dit" or not is_size(self.lora_rank)):
             raise InputError(
-                "--lora-rank must be a whole number of at least 1, and belongs to a GPT; got "
+                "--lora-rank must be a whole number of at least 1, and belongs to no DiT; got "
                 f"--lora-rank {self.lora_rank} {named}. Leave it out."
             )
         if self.kind == "gpt" and self.head_dim % 2:
@@ -240,7 +260,7 @@ class ModelSizes:
     def _kind(self, mixer: str, count: int) -> LayerKind:
         width, mlp = self.width, self.mlp_width
         others = 6 * width**2 if self.modulated else 2 * width
-        linear = self.linear
+        linear, of_text = self.linear, {}
         if mixer == "linear" and linear is not None:
             keys, values = linear.key_heads * linear.key_dim, linear.values
             projections = {
@@ -261,10 +281,20 @@ class ModelSizes:
             others += 2 * self.head_dim * self.qk_norm
             heads, key_heads, of_keys = self.heads, self.kv_heads, ("key", "value")
             moved = 2 * (queries + keys) + 3 * queries * self.attention_gate
+            if self.kind == "wan":
+                projections |= {"text_query": (width, queries), "text_out": (queries, width)}
+                of_text = {"text_key": (width, keys), "text_value": (width, keys)}
+                # Biases, the norm before attention to the text, norms over heads, and a table.
+                others, moved = 21 * width + mlp, moved + 2 * queries
+                if self.image_dim:
+                    of_text |= {"image_key": (width, keys), "image_value": (width, keys)}
+                    others += 3 * width
         if self.mlp_matrices == 3:
             projections["gate"] = (width, mlp)
         projections |= {"up": (width, mlp), "down": (mlp, width)}
-        adapted = (projections[x] for x in self.lora_targets if x in projections)
+        both = {**projections, **of_text}
+        names = (*self.lora_targets, *(f"text_{x}" for x in self.lora_targets))
+        adapted = (both[x] for x in names if x in both)
         return LayerKind(
             mixer=mixer,
             count=count,
@@ -274,6 +304,7 @@ class ModelSizes:
             of_keys=of_keys,
             others=others,
             adapters=self.lora_rank * sum(map(sum, adapted)),
+            of_text=of_text,
             moved=moved + self.mlp_matrices * mlp,
         )
 
@@ -299,6 +330,14 @@ class ModelSizes:
             # Patches, time (of 256 channels), classes, last modulation, and head.
             of_width = 2 * self.outputs + 256 + self.width + self.classes + 1 + 2 * self.width
             return of_width * self.width
+        if self.kind == "wan":
+            # Patches, time and its modulations, text, image, last modulation, and head.
+            inputs = self.outputs + self.patch * self.given_channels
+            of_width = inputs + 256 + self.width + 6 * self.width + self.text_dim + self.width
+            of_width += 11 + 2 + self.outputs
+            image = self.image_dim
+            of_image = (image + 3) * image + (image + 3) * self.width if image else 0
+            return of_width * self.width + of_image + self.outputs
         return self.outputs * self.width * (1 if self.tied_head else 2) + self.width
 
     @property
@@ -333,7 +372,15 @@ class ModelSizes:
         head = (2 if self.takes_values else 1) * self.width * self.outputs
         states = self.linear_layers * self.linear.state_flops if self.linear else 0
         products = self.passes * (self.matrices + head) + 3 * self.adapters
-        return 2.0 * products + 3.0 * (attention + states)
+        return 2.0 * products + 3.0 * (attention + states) + self._flops_of_texts(seq_len)
+
+    def _flops_of_texts(self, seq_len: int) -> float:
+        """FLOPs of a step for each token, of its attention to a text and an image, and of their
+        keys and values."""
+        texts = self.text_tokens + (IMAGE_TOKENS if self.image_dim else 0)
+        pairs = 12.0 * self.layers * self.heads * self.head_dim * texts
+        matrices = sum(kind.count * kind.text_matrices for kind in self.kinds)
+        return pairs + 2.0 * self.passes * matrices * self.text_tokens / seq_len
 
     @property
     def linear_layers(self) -> int:

@@ -112,7 +112,12 @@ class Step:
         """Weights of a layer on a device, when ZeRO has gathered them."""
         tensor, keys = self.settings.tensor, kind.weights(*kind.of_keys)
         split = np.where(kind.key_heads % tensor != 0, keys, keys // tensor)
-        return (kind.matrices - keys) // tensor + split + kind.others + kind.adapters
+        return (
+            (kind.matrices + kind.text_matrices - keys) // tensor
+            + split
+            + kind.others
+            + kind.adapters
+        )
 
     def _of_layers(self, each: Iterable[Any]) -> Any:
         """The sum over all layers of what a layer of each kind has."""

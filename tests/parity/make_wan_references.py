@@ -26,8 +26,8 @@ SIZES = dict(
 # whether each token has a time of its own. With an image, diffusers wants 512 tokens of text.
 CASES = {
     "t2v": ({}, (3, 4, 10), 7, 0, False),
-    "i2v": (dict(in_channels=7), (2, 2, 6), 1, 0, False),
-    "i2v_2_1": (dict(in_channels=7, image_dim=6, added_kv_proj_dim=28), (1, 6, 2), 512, 9, False),
+    "i2v": (dict(in_channels=10), (2, 2, 6), 1, 0, False),
+    "i2v_2_1": (dict(in_channels=10, image_dim=6, added_kv_proj_dim=28), (1, 6, 2), 512, 9, False),
     "ti2v": (dict(cross_attn_norm=False), (3, 4, 4), 4, 0, True),
 }
 

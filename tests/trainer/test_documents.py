@@ -19,12 +19,12 @@ from startrail_jax.errors import InputError
 from startrail_jax.masks import Window
 from startrail_jax.tokens.layout import Layout
 from tests.faults import failures
-from trainer.config import AttentionConfig, MeshConfig, OptimizerConfig
+from trainer.config import AttentionConfig, LoraConfig, MeshConfig, OptimizerConfig
 from trainer.data.batches import PartBatches, place
 from trainer.data.dataset import Dataset
 from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
-from trainer.gpt.config import DataConfig, LinearConfig, LoraConfig, RopeConfig
+from trainer.gpt.config import DataConfig, LinearConfig, RopeConfig
 from trainer.gpt.corpus import Stream, open_corpus
 from trainer.gpt.documents import text_documents
 from trainer.gpt.lora import restore_model

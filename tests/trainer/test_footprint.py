@@ -24,9 +24,9 @@ from startrail_jax.planner import step as planner_step
 from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
 from startrail_jax.planner.models import MODELS
 from startrail_jax.xla.compiler import offload_options
-from trainer.config import AttentionConfig, OptimizerConfig
+from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
-from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig, LoraConfig
+from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.state import batch_shapes, describe_memory
 from trainer.tasks import TASKS

@@ -14,17 +14,10 @@ from programs import SMALL, learnable_tokens, make_config, placed, saved_by_laye
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import OptimizerConfig
+from trainer.config import LoraConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import (
-    DataConfig,
-    GPTConfig,
-    LinearConfig,
-    LoraConfig,
-    RopeConfig,
-    attention_of,
-)
+from trainer.gpt.config import DataConfig, GPTConfig, LinearConfig, RopeConfig, attention_of
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling

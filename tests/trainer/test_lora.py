@@ -20,12 +20,13 @@ from programs import SMALL, make_config, make_program, shared_programs, train_st
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import CheckpointError
+from trainer.config import LoraConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import LoraConfig, RopeConfig
+from trainer.gpt.config import RopeConfig
 from trainer.gpt.export import writing
 from trainer.gpt.export.writing import export_run
-from trainer.gpt.lora import peft_config, peft_tensors, restore_model
+from trainer.gpt.lora import peft_config, peft_tensors
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
@@ -33,6 +34,7 @@ from trainer.parallel import step_sizes
 from trainer.parallel.partition import path_name
 from trainer.parallel.state import bytes_of_device, describe_state
 from trainer.tasks import load_train_config
+from trainer.weights.adapters import restore_model
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")
 EVERY = (*ALL, "out_gate", "decay", "beta")

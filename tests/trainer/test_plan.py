@@ -29,10 +29,9 @@ from startrail_jax.planner.models import MODELS
 from startrail_jax.planner.planning import plan as plan_function
 from startrail_jax.planner.search import Search
 from train import read_command_line
-from trainer.config import AttentionConfig, MeshConfig
+from trainer.config import AttentionConfig, LoraConfig, MeshConfig
 from trainer.data.files import find_files
 from trainer.dit.objective import dit_flops_per_token
-from trainer.gpt.config import LoraConfig
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.families import FAMILIES
 from trainer.parallel.degrees import choose_degrees

@@ -20,8 +20,8 @@ from startrail_jax.planner.quantities import show_seconds
 from startrail_jax.planner.search import REMAT
 from train import read_command_line, train
 from trainer import planning
-from trainer.config import AttentionConfig, Distributed, MeshConfig, OptimizerConfig
-from trainer.gpt.config import DataConfig, LoraConfig
+from trainer.config import AttentionConfig, Distributed, LoraConfig, MeshConfig, OptimizerConfig
+from trainer.gpt.config import DataConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step_sizes import SURE, chosen_step, footprint, step_limit
 from trainer.planning import Planner

@@ -26,8 +26,9 @@ from tests.faults import failures
 from trainer import durable
 from trainer.checkpoints.checksums import Checksums
 from trainer.checkpoints.reading import CheckpointError
+from trainer.config import LoraConfig
 from trainer.errors import NonFiniteError, StorageError
-from trainer.gpt.config import DataConfig, GPTConfig, LoraConfig, RopeConfig, TextOptions
+from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids

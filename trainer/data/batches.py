@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import grain
 import jax
@@ -36,6 +36,15 @@ Batch = TypeVar("Batch")
 # of the number NO_EXAMPLE only fills up the batch: the loss does not count it.
 NO_EXAMPLE = -1
 Collate = Callable[[list[Any], list[int]], Batch]
+
+
+class OfRows(NamedTuple):
+    """A part of a batch whose arrays [B ...] belong to rows, and not to tokens, such as a text.
+
+    Every device along the sequence has all of them.
+    """
+
+    arrays: Any
 
 
 class TrainingBatches(Iterator[Batch]):
@@ -449,7 +458,7 @@ def place(
 
     Args:
         batch: rows of a batch on the host.
-        sharding: sharding of arrays [B T]. Arrays [B] are sharded over their rows only.
+        sharding: sharding of arrays [B T].
         batch_size: number of rows of the batch, on all hosts together. The default is the number of
             rows of `batch`.
         rows: numbers of these rows in the batch, in order. The default is all rows.
@@ -462,18 +471,29 @@ def place(
     size = given if batch_size is None else batch_size
     position = {row: index for index, row in enumerate(local)}
 
-    def place_array(x: np.ndarray) -> jax.Array:
+    def place_array(x: np.ndarray, of_x: NamedSharding) -> jax.Array:
         def read(index: Any) -> np.ndarray:
             held = [position[row] for row in range(size)[index[0]]]
             return x[(held, *index[1:])]
 
-        return jax.make_array_from_callback(
-            (size, *x.shape[1:]), sharding_of(sharding, x.ndim), read, dtype=x.dtype
-        )
+        return jax.make_array_from_callback((size, *x.shape[1:]), of_x, read, dtype=x.dtype)
 
-    return jax.tree.map(place_array, batch)
+    return jax.tree.map(place_array, batch, shardings(batch, sharding))
 
 
-def sharding_of(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """The sharding of arrays [B], [B T] or [B T ...], from that of arrays [B T]."""
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:ndim]))
+def shardings(batch: Any, sharding: NamedSharding) -> Any:
+    """The sharding of every array of a batch.
+
+    Args:
+        batch: a tree of arrays [B], [B T] or [B T ...], or of their shapes; those in `OfRows` have
+            no dimension of tokens.
+        sharding: sharding of arrays [B T].
+    """
+
+    def over(dims: int) -> NamedSharding:
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:dims]))
+
+    def of(x: Any) -> Any:
+        return jax.tree.map(lambda _: over(1), x) if isinstance(x, OfRows) else over(x.ndim)
+
+    return jax.tree.map(of, batch, is_leaf=lambda x: isinstance(x, OfRows))

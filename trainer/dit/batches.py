@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
@@ -36,6 +37,32 @@ class Grid:
     def num_tokens(self) -> int:
         """Number of tokens of an image."""
         return math.prod(self.size)
+
+
+class GridTokens(NamedTuple):
+    """What follows from a grid alone, for tokens in the order of a contiguous layout."""
+
+    positions: Int32[Array, "B T 3"]
+    """Frame, row and column of each patch."""
+    segment_ids: Int32[Array, "B T"] | None
+    """0 for patches, `PADDING` for others; None if there are no others."""
+    weights: Float32[Array, "B T"]
+    """1 for patches, else 0."""
+
+
+def tokens_of(grid: Grid, rows: int, length: int) -> GridTokens:
+    """The tokens of so many rows, of which those after the last patch are padding."""
+    index = jnp.arange(length)
+    is_patch = index < grid.num_tokens
+    positions = jnp.stack(jnp.unravel_index(index, grid.size), axis=-1)
+    segment_ids: Any = None
+    if length > grid.num_tokens:
+        segment_ids = jnp.tile(jnp.where(is_patch, 0, PADDING), (rows, 1))
+    return GridTokens(
+        positions=jnp.tile(positions, (rows, 1, 1)),
+        segment_ids=segment_ids,
+        weights=jnp.tile(is_patch.astype(jnp.float32), (rows, 1)),
+    )
 
 
 class ImageBatch(NamedTuple):

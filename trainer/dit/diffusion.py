@@ -23,7 +23,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,12 @@ divisor in the estimate of x0 from a predicted noise, is equally large."""
 
 
 def draw_times(
-    key: Key[Array, ""], density: Density = "uniform", shape: tuple[int, ...] = ()
+    key: Key[Array, ""],
+    density: Density = "uniform",
+    shape: tuple[int, ...] = (),
+    *,
+    shift: float = 1.0,
+    within: tuple[float, float] = (0.0, 1.0),
 ) -> Float32[Array, "..."]:
     """Times to train at, in [0, 1].
 
@@ -62,10 +67,28 @@ def draw_times(
         density: "uniform", or "logit_normal": the logistic function of a standard normal, which
             favours the middle.
         shape: shape of the result.
+        shift: see `shifted`.
+        within: the least and the largest time, after the shift: others are never drawn.
     """
-    if density == "logit_normal":
-        return jax.nn.sigmoid(jax.random.normal(key, shape, jnp.float32))
-    return jax.random.uniform(key, shape, jnp.float32)
+    # A shift by s is undone by one by 1 / s.
+    low, high = (shifted(x, 1 / shift) for x in within)
+    if density == "uniform":
+        return shifted(low + (high - low) * jax.random.uniform(key, shape, jnp.float32), shift)
+    if within == (0.0, 1.0):
+        normal = jax.random.normal(key, shape, jnp.float32)
+    else:
+        least, most = jax.scipy.special.logit(jnp.array([low, high], jnp.float32))
+        normal = jax.random.truncated_normal(key, least, most, shape, jnp.float32)
+    return shifted(jax.nn.sigmoid(normal), shift)
+
+
+def shifted(time: Any, shift: float) -> Any:
+    """s t / (1 + (s - 1) t): a shift s above 1 moves times towards noise.
+
+    The more tokens an example has, the more noise it takes to hide it (arXiv 2403.03206, equation
+    23).
+    """
+    return time if shift == 1 else shift * time / (1 + (shift - 1) * time)
 
 
 def noised(

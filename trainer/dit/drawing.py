@@ -1,9 +1,9 @@
-"""Drawing of images by a diffusion transformer whose tokens are sharded, and grids of images."""
+"""Drawing of images and videos by a model whose tokens are sharded, and grids of images."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import IO, Any
 
@@ -16,51 +16,48 @@ from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
 from startrail_jax.errors import InputError
 from startrail_jax.xla.compiler import compiler_options
-from trainer.data.batches import sharding_of
+from trainer.data.batches import shardings
 from trainer.dit.batches import Grid
-from trainer.dit.config import DiTTrainConfig
-from trainer.dit.diffusion import Predict, Sampler, guided, sample
-from trainer.dit.objective import DRAWING, Denoising
+from trainer.dit.diffusion import Predict, guided
+from trainer.dit.objective import DRAWING
 from trainer.dit.patches import unpatchify
 from trainer.parallel.step import Program
 
+Sample = Callable[[Predict, Array], Array]
+"""(model, noise [B T P]) -> data [B T P]"""
+
 
 class Drawing:
-    """Draws images with a trained model, on the mesh of a `Program`."""
+    """Draws images or videos with a trained model, on the mesh of a `Program`."""
 
-    def __init__(
-        self, program: Program, *, sampler: Sampler, steps: int, guidance: float, rows: int
-    ) -> None:
+    def __init__(self, program: Program, *, sample: Sample, guidance: float) -> None:
         """Prepares the program that draws; its first call compiles it.
 
         Args:
-            program: program of a run of a diffusion transformer. Images are of its `config.size`.
-            sampler: a sampler for the target of the model: see `diffusion.SAMPLERS`.
-            steps: number of steps of the sampler.
-            guidance: 1 draws what the model has learnt. Above 1, images are more typical of their
-                class, and each step evaluates the model twice.
-            rows: number of images that are drawn at a time; it is rounded up to a multiple of the
-                data degree.
+            program: program of a run of a diffusion transformer or a Wan. What is drawn is of its
+                `config.size`, and `config.batch_size` at a time.
+            sample: turns noise into data.
+            guidance: 1 draws what the model has learnt. Above 1, what is drawn is more typical of
+                its class or caption, and each step evaluates the model twice.
 
         Raises:
-            ValueError: if the sampler is not for this model, or the model has no guidance.
+            ValueError: if `sample` has an option that it does not take.
         """
-        config, attention = program.config, program.attention
-        assert isinstance(config, DiTTrainConfig)
-        assert isinstance(program.objective, Denoising)
-        self._config, self._program, self._objective = config, program, program.objective
-        self.sampler: Sampler = sampler
-        self._steps, self._guidance = steps, guidance
+        config: Any = program.config
+        attention = program.attention
+        self._config, self._program = config, program
+        self._objective: Any = program.objective
+        self._sample, self._guidance = sample, guidance
         self._layout = attention.layout
         self._grid = Grid.of(config.size, config.model.patch)
-        degree = attention.degrees.data
-        self._rows = -(-rows // degree) * degree
-        _check_guidance(guidance, config)
+        self._rows = config.batch_size
+        if not 0 <= guidance < math.inf:
+            raise InputError(
+                f"guidance must be at least 0 and finite; got guidance={guidance}. Use 1 for none."
+            )
         # Raises the errors of the sampler now, before anything is drawn.
-        jax.eval_shape(
-            lambda noise: sample(config.diffusion.target, sampler, lambda x, _: x, noise, steps),
-            jax.ShapeDtypeStruct((1, 1), jnp.float32),
-        )
+        noise: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        jax.eval_shape(lambda noise: sample(lambda x, _: x, noise), noise)
         mesh: Any = attention.mesh
         self._draw = jax.jit(
             self._draw_rows,
@@ -69,21 +66,21 @@ class Drawing:
         )
 
     def draw(
-        self, weights: Any, *, labels: Sequence[int], seed: int
+        self, weights: Any, *, given: Any, without: Any = None, seed: int
     ) -> Iterator[Float32[np.ndarray, "F H W C"]]:
-        """Draws one image for each label.
+        """Draws one example for each that is given.
 
-        An image depends on its label, its place in `labels` and the seed. Up to
-        rounding it depends on neither the mesh nor the number of images that are drawn at a time.
+        It depends on what is given, its place in that and the seed. Up to rounding it depends on
+        neither the mesh nor the number of examples that are drawn at a time.
 
         Args:
             weights: weights of the model, sharded as those of the program.
-            labels: classes; the number of classes stands for no class.
+            given: what the objective's `shown` takes, for every example: a tree of arrays [N ...].
+            without: the same where nothing is asked for; guidance other than 1 needs it.
             seed: seed of the noise, below 2**32.
 
         Returns:
-            An iterator over latents in the scale of the data, or over images with values of about
-            -1 to 1.
+            An iterator over latents, or over images with values of about -1 to 1.
 
         Raises:
             ValueError: if the seed is out of range.
@@ -93,20 +90,20 @@ class Drawing:
             raise InputError(
                 f"seed must be at least 0 and below 2**32; got seed={seed}. Use another."
             )
-        for first in range(0, len(labels), self._rows):
-            # The last image is repeated to fill the batch: another size would be compiled again.
-            numbers = np.minimum(np.arange(first, first + self._rows), len(labels) - 1)
-            chosen = np.array([labels[number] for number in numbers], np.int32)
+        count = len(jax.tree.leaves(given)[0])
+        both = (given, None if self._guidance == 1 else without)
+        for first in range(0, count, self._rows):
+            # The last one is repeated to fill the batch: another size would be compiled again.
+            numbers = np.minimum(np.arange(first, first + self._rows), count - 1)
+            chosen = jax.tree.map(lambda x: x[numbers], both)  # noqa: B023
             patches = self._draw(weights, chosen, numbers.astype(np.int32), np.uint32(seed))
             patches = np.asarray(patches)[:, : config.num_tokens]
-            drawn = unpatchify(patches, config.size, config.model.patch)
-            # Back to the scale of the data.
-            yield from drawn[: len(labels) - first] / np.float32(config.data.latent_scale)
+            yield from unpatchify(patches, config.size, config.model.patch)[: count - first]
 
     def _draw_rows(
         self,
         weights: Any,
-        labels: Int32[Array, " B"],
+        both: tuple[Any, Any],
         numbers: Int32[Array, " B"],
         seed: UInt32[Array, ""],
     ) -> Float32[Array, "B T P"]:
@@ -118,34 +115,20 @@ class Drawing:
         noise = jax.vmap(lambda key: jax.random.normal(key, shape))(keys)
         missing = self._layout.padded_length(config.num_tokens) - config.num_tokens
         noise = jnp.pad(noise, ((0, 0), (0, missing), (0, 0)))
-        sharding = sharding_of(self._program.batch_sharding, noise.ndim)
+        sharding = shardings(noise, self._program.batch_sharding)
         noise = lax.with_sharding_constraint(noise, sharding)
-        predict = self._predict(weights, labels)
+        given, without = both
+        predict = self._predict(weights, given)
         if self._guidance != 1:
-            no_labels = jnp.full_like(labels, config.model.classes)
-            unconditional = self._predict(weights, no_labels)
-            predict = guided(predict, unconditional, self._guidance)
-        return sample(config.diffusion.target, self.sampler, predict, noise, self._steps)
+            predict = guided(predict, self._predict(weights, without), self._guidance)
+        return self._sample(predict, noise)
 
-    def _predict(self, weights: Any, labels: Int32[Array, " B"]) -> Predict:
+    def _predict(self, weights: Any, given: Any) -> Predict:
         def predict(x: Array, times: Array) -> Array:
-            shown = self._objective.shown(x, times, labels, grid=self._grid)
+            shown = self._objective.shown(x, times, given, grid=self._grid)
             return self._program.outputs(weights, shown)
 
         return predict
-
-
-def _check_guidance(guidance: float, config: DiTTrainConfig) -> None:
-    if not 0 <= guidance < math.inf:
-        raise InputError(
-            f"guidance must be at least 0 and finite; got guidance={guidance}. Use 1 for none."
-        )
-    model, dropout = config.model, config.diffusion.dropout
-    if guidance != 1 and not (dropout and model.classes):
-        raise InputError(
-            "guidance other than 1 needs a model that has learnt to draw with a class and without; "
-            f"got guidance={guidance}, classes={model.classes}, dropout={dropout}. Use guidance=1."
-        )
 
 
 def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*W C"]:

@@ -17,7 +17,7 @@ from models.hooks import Hooks
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import NO_EXAMPLE
-from trainer.dit.batches import PADDING, Grid, ImageBatch
+from trainer.dit.batches import Grid, ImageBatch, tokens_of
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import draw_times, noised
 from trainer.objective import Objective, sizes_in
@@ -107,21 +107,9 @@ class Denoising(Objective):
             labels: classes; the number of classes stands for no class.
             grid: the patches of each image.
         """
-        rows, length = patches.shape[:2]
-        index = jnp.arange(length)
-        is_image = index < grid.num_tokens
-        positions = jnp.stack(jnp.unravel_index(index, grid.size), axis=-1)
-        segment_ids: Any = None
-        if length > grid.num_tokens:
-            segment_ids = jnp.tile(jnp.where(is_image, 0, PADDING), (rows, 1))
+        tokens = tokens_of(grid, *patches.shape[:2])
         return NoisyBatch(
-            patches=patches,
-            positions=jnp.tile(positions, (rows, 1, 1)),
-            times=times,
-            labels=labels,
-            segment_ids=segment_ids,
-            targets=patches,
-            weights=jnp.tile(is_image.astype(jnp.float32), (rows, 1)),
+            patches=patches, times=times, labels=labels, targets=patches, **tokens._asdict()
         )
 
     def hidden(self, model: DiT, batch: NoisyBatch) -> Float[Array, "B T width"]:

@@ -7,19 +7,21 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
+from jaxtyping import Array
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import restore_weights
 from trainer.config import SHARDED_AXES, MeshConfig
 from trainer.dit.config import DiTTrainConfig, ImageOptions
-from trainer.dit.diffusion import SAMPLERS
+from trainer.dit.diffusion import SAMPLERS, Predict, sample
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.objective import Denoising
 from trainer.errors import StorageError
+from trainer.objective import Objective
 from trainer.parallel.step import Program
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
@@ -50,38 +52,38 @@ def sample_images(
     """
     config = _of_size(config, options)
     labels = rows_of_grid(config, options)
-    out = _file_to_write(run_dir, config, options)
+    is_latent = config.data.holds_latents
+    what = "latents, which are no pixels" if is_latent else "images"
+    out = file_to_write(run_dir, options.out, (".npz",) if is_latent else (".png", ".npz"), what)
     if session.is_first:
-        _require_new_file(out, options)
-    attention = st.Attention(session.mesh, causal=False)
-    data, model, target = attention.degrees.data, config.model, config.diffusion.target
-    rows = math.ceil(min(options.batch_size, len(labels)) / data) * data
-    for_drawing = dataclasses.replace(
-        config,
-        batch_size=rows,
-        mesh=MeshConfig(data=data),
-        zero=3 if config.zero == 3 else 0,
-        zero_axes=SHARDED_AXES,
-        gradient_accumulation=1,
-        remat="none",
-        offload=False,
-    )
-    program = Program(for_drawing, attention, Denoising(for_drawing))
+        require_new_file(out, options.out)
+    rows = min(options.batch_size, len(labels))
+    program = program_to_draw(config, session, Denoising, rows)
+    model, target = config.model, config.diffusion.target
     guidance = options.guidance
     if guidance is None:
         is_guided = config.diffusion.dropout and model.classes
         guidance = DEFAULT_GUIDANCE if is_guided else 1.0
-    drawing = Drawing(
-        program,
-        sampler=options.sampler or SAMPLERS[target][0],
-        steps=options.steps,
-        guidance=guidance,
-        rows=rows,
-    )
+    if guidance != 1 and not (config.diffusion.dropout and model.classes):
+        raise InputError(
+            "guidance other than 1 needs a model that has learnt to draw with a class and without; "
+            f"got guidance={guidance}, classes={model.classes}, dropout="
+            f"{config.diffusion.dropout}. Use guidance=1."
+        )
+    sampler = options.sampler or SAMPLERS[target][0]
+
+    def draw_sample(predict: Predict, noise: Array) -> Array:
+        return sample(target, sampler, predict, noise, options.steps)
+
+    drawing = Drawing(program, sample=draw_sample, guidance=guidance)
     shapes, folder = program.state_shapes.weights, run_dir / CHECKPOINTS_FOLDER
     weights, step = restore_weights(folder, shapes, model_flags(config), note=session.note)
     session.note(f"model: {run_dir} after step {step}")
-    images = list(drawing.draw(weights, labels=labels, seed=options.seed))
+    given = np.array(labels, np.int32)
+    without = np.full_like(given, model.classes)
+    drawn = drawing.draw(weights, given=given, without=without, seed=options.seed)
+    # Back to the scale of the data.
+    images = [x / np.float32(config.data.latent_scale) for x in drawn]
 
     def write(file: IO[bytes]) -> None:
         if out.suffix == ".npz":
@@ -94,6 +96,32 @@ def sample_images(
     if session.is_first:
         what = "latents" if config.data.holds_latents else "images"
         session.note(f"{len(images)} {what}: {save_new(out, write)}")
+
+
+def program_to_draw(
+    config: Any, session: Session, objective: Callable[[Any], Objective], rows: int
+) -> Program:
+    """The program of a run on another mesh, to draw with.
+
+    Args:
+        config: config of the run.
+        session: the mesh.
+        objective: config -> the objective of the run.
+        rows: examples that are drawn at a time; rounded up to a multiple of the data degree.
+    """
+    attention = st.Attention(session.mesh, causal=False)
+    data = attention.degrees.data
+    for_drawing = dataclasses.replace(
+        config,
+        batch_size=math.ceil(rows / data) * data,
+        mesh=MeshConfig(data=data),
+        zero=3 if config.zero == 3 else 0,
+        zero_axes=SHARDED_AXES,
+        gradient_accumulation=1,
+        remat="none",
+        offload=False,
+    )
+    return Program(for_drawing, attention, objective(for_drawing))
 
 
 def _of_size(config: DiTTrainConfig, options: ImageOptions) -> DiTTrainConfig:
@@ -162,12 +190,20 @@ def _label_of(name: str, config: DiTTrainConfig) -> int:
     )
 
 
-def _file_to_write(run_dir: Path, config: DiTTrainConfig, options: ImageOptions) -> Path:
-    """The file to write, which is checked before anything is drawn."""
-    suffixes = (".npz",) if config.data.holds_latents else (".png", ".npz")
-    out = options.out or run_dir / f"samples{suffixes[0]}"
+def file_to_write(run_dir: Path, wanted: Path | None, suffixes: tuple[str, ...], what: str) -> Path:
+    """The file to write, which is checked before anything is drawn.
+
+    Args:
+        run_dir: folder of the run, for the default.
+        wanted: what the user has asked for; None for the default.
+        suffixes: how its name may end; the default ends in the first.
+        what: what is written.
+
+    Raises:
+        ValueError: if the name ends otherwise, or its folder does not exist.
+    """
+    out = wanted or run_dir / f"samples{suffixes[0]}"
     if out.suffix not in suffixes:
-        what = "latents, which are no pixels" if config.data.holds_latents else "images"
         raise InputError(
             f"--out must end in {' or '.join(suffixes)} for {what}; got {str(out)!r}. Rename it."
         )
@@ -178,9 +214,9 @@ def _file_to_write(run_dir: Path, config: DiTTrainConfig, options: ImageOptions)
     return out
 
 
-def _require_new_file(out: Path, options: ImageOptions) -> None:
+def require_new_file(out: Path, wanted: Path | None) -> None:
     """Raises now what would be a pity after all is drawn."""
-    if options.out is not None and out.exists():
+    if wanted is not None and out.exists():
         raise InputError(
             f"--out must be a new file; got {str(out)!r}, which exists. Give another name, or "
             "remove it."

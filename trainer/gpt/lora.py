@@ -1,69 +1,30 @@
-"""Low-rank adapters of a run: read with the frozen weights, merged into them, and as PEFT has them.
+"""Low-rank adapters of a run as PEFT has them.
 
 PEFT is the library of Hugging Face for adapters.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Shaped
 
 from startrail_jax.errors import InputError
-from trainer.checkpoints.reading import restore_frozen, restore_weights
-from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
+from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.gpt.pretrained.families import plain
 from trainer.gpt.pretrained.tensors import numbers_of, tables
-from trainer.parallel.partition import ADAPTERS, join_frozen, split_frozen
-from trainer.run.folder import FROZEN_FOLDER
-from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags, settings_of
+from trainer.parallel.partition import ADAPTERS
+from trainer.run.settings import settings_of
+from trainer.weights.adapters import KERNEL, as_matrix
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts in front of the names of a model."""
-KERNEL = "kernel"
-
-
-def restore_model(
-    run_dir: Path,
-    config: GPTTrainConfig,
-    shapes: Any,
-    *,
-    step: int | None = None,
-    only_trained: bool = False,
-    note: Callable[[str], object],
-) -> tuple[PyTree[Shaped[Array, "..."]], int]:
-    """Reads the weights of a run, also while it trains.
-
-    Args:
-        run_dir: folder of the run.
-        config: its config.
-        shapes: shapes, types and shardings of all weights.
-        step: the step of the checkpoint; None for the newest that is whole.
-        only_trained: whether to leave out those that are frozen.
-        note: is told what the user must know.
-
-    Returns:
-        A tree like `shapes`; and the step at which it was saved.
-
-    Raises:
-        CheckpointError: if there is no whole checkpoint.
-        ValueError: if it belongs to another model.
-    """
-    trained, frozen = split_frozen(shapes)
-    weights, found = restore_weights(
-        run_dir / CHECKPOINTS_FOLDER, trained, model_flags(config), step=step, note=note
-    )
-    if only_trained:
-        return weights, found
-    base = restore_frozen(run_dir / FROZEN_FOLDER, frozen, note=note)
-    return join_frozen(weights, base), found
 
 
 def peft_config(
@@ -147,11 +108,6 @@ def _modules(model: GPTConfig, targets: Collection[str]) -> dict[str, set[str]]:
     return found
 
 
-def is_adapter(path: str) -> bool:
-    """Whether a weight, such as blocks/attention/query/lora_a, is part of an adapter."""
-    return path.rpartition("/")[2] in ADAPTERS
-
-
 def peft_tensors(
     arrays: Mapping[str, Any], dtype: Any, model: GPTConfig
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
@@ -197,7 +153,7 @@ def _joined(pairs: Sequence[Any], outputs: Sequence[int]) -> tuple[np.ndarray, n
     A projection without adapters has None; what is added to it is 0.
     """
     adapted = [pair for pair in pairs if pair is not None]
-    matrices = [[_matrix(x, kind) for x, kind in zip(x, ADAPTERS, strict=True)] for x in adapted]
+    matrices = [[as_matrix(x, kind) for x, kind in zip(x, ADAPTERS, strict=True)] for x in adapted]
     if len(pairs) == 1:
         ((a, b),) = matrices
         return a, b
@@ -210,32 +166,3 @@ def _joined(pairs: Sequence[Any], outputs: Sequence[int]) -> tuple[np.ndarray, n
             whole[first : first + len(b), start : start + size] = b
             first += len(b)
     return np.concatenate([a for a, _ in matrices], axis=1), whole
-
-
-def _matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inputs outputs"]:
-    """A matrix of an adapter of one layer, with a single dimension beside the rank."""
-    return x.reshape(-1, x.shape[-1]) if kind == ADAPTERS[0] else x.reshape(x.shape[0], -1)
-
-
-def merged(
-    arrays: Mapping[str, Any], path: str, layer: int, lora: LoraConfig
-) -> Float[np.ndarray, "..."]:
-    """A kernel of one layer with its adapter, in float32: W + scale * A B.
-
-    Args:
-        arrays: the weights of a model by their paths.
-        path: of the kernel; one without adapters stays as it is.
-        layer: number of the layer.
-        lora: adapters of the run.
-    """
-    weight = np.asarray(arrays[path])[layer]
-    part, _, kind = path.rpartition("/")
-    names = [f"{part}/{kind}" for kind in ADAPTERS]
-    if kind != KERNEL or names[0] not in arrays:
-        return weight
-    a, b = (
-        _matrix(np.asarray(arrays[name])[layer], kind)
-        for name, kind in zip(names, ADAPTERS, strict=True)
-    )
-    assert math.prod(weight.shape) == a.shape[0] * b.shape[1], "they belong to the kernel"
-    return weight.astype(np.float32) + lora.scale * (a @ b).reshape(weight.shape)

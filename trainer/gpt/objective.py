@@ -21,8 +21,9 @@ from models.rope import Rope
 from startrail_jax.planner.layers import shortest
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
+from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
-from trainer.gpt.config import GPTConfig, GPTTrainConfig, LoraConfig
+from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.objective import Objective, sizes_in
 
 

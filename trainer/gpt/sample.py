@@ -19,7 +19,6 @@ from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions, attention_of
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
-from trainer.gpt.lora import restore_model
 from trainer.gpt.pretrained.defaults import eos_of, kept_folder, kept_tokenizer, require_bytes
 from trainer.gpt.text import (
     IdTokenizer,
@@ -31,6 +30,7 @@ from trainer.gpt.text import (
 from trainer.gpt.token_choice import Sampling
 from trainer.run.folder import KEPT_FOLDER
 from trainer.session import Session
+from trainer.weights.adapters import restore_model
 
 
 def sample_text(

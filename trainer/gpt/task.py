@@ -15,6 +15,7 @@ from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.pretrained.defaults import (
     kept_tokenizer,
+    pretrained,
     with_beginning,
     with_ending,
     with_model_of,
@@ -34,6 +35,9 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
     config_class = GPTTrainConfig
     options_class = TextOptions
     example_flags = "--samples 3 --temperature 0.5"
+
+    def pretrained(self, folder: Path) -> GPTTrainConfig:
+        return pretrained(folder)
 
     def before_flags(
         self, config: GPTTrainConfig, flag: Callable[[str], str | None]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int32
 
 from startrail_jax.attention import Attention
 from trainer.config import TrainConfig
-from trainer.data.batches import sharding_of
+from trainer.data.batches import shardings
 from trainer.objective import Objective
 from trainer.parallel.partition import Partition, join_frozen, split_frozen
 from trainer.printable import size_of
@@ -93,12 +93,12 @@ def state_shapes(
 def batch_shapes(objective: Objective, attention: Attention) -> Any:
     """Shapes and shardings of a batch of a run."""
     mesh: Any = attention.mesh
-    tokens = NamedSharding(mesh, attention.sequence_spec)
-
-    def sharded(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(tokens, len(x.shape)))
-
-    return jax.tree.map(sharded, objective.batch_shapes(attention.layout))
+    shapes = objective.batch_shapes(attention.layout)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings(shapes, NamedSharding(mesh, attention.sequence_spec)),
+    )
 
 
 def updated_average(decay: float, average: Any, weights: Any, count: Int32[Array, ""]) -> Any:

@@ -25,7 +25,7 @@ from startrail_jax.planner.memory import REPEATS_MLP
 from startrail_jax.xla.compiler import compiler_options, offload_options
 from startrail_jax.xla.varying import vary
 from trainer.config import TrainConfig
-from trainer.data.batches import sharding_of
+from trainer.data.batches import shardings
 from trainer.data.parts import PartBatch
 from trainer.objective import Objective
 from trainer.parallel.checks import check_step
@@ -240,11 +240,7 @@ class Program:
     def _prepare(self, batch: Any, *, training: bool) -> Any:
         """The batch as the model takes it, each token on its device."""
         prepared = self.objective.prepare(batch, training=training)
-
-        def placed(x: Array) -> Array:
-            return lax.with_sharding_constraint(x, sharding_of(self.batch_sharding, x.ndim))
-
-        return jax.tree.map(placed, prepared)
+        return lax.with_sharding_constraint(prepared, shardings(prepared, self.batch_sharding))
 
     def _on_each_device(
         self, function: Callable[..., Any], weights: Any, batch: Any, out_specs: Any
@@ -265,7 +261,7 @@ class Program:
             assert self.parts is not None
             specs = self.parts.specs(batch)
         else:
-            specs = jax.tree.map(lambda x: sharding_of(self.batch_sharding, x.ndim).spec, batch)
+            specs = jax.tree.map(lambda x: x.spec, shardings(batch, self.batch_sharding))
         run = self._model.on_each_device(local, in_specs=(specs,), out_specs=out_specs)
         return run(weights, batch)
 

@@ -22,7 +22,7 @@ def write_tensors(
     places: Mapping[str, Place],
     weight: Callable[[str, int], Shaped[np.ndarray, "..."]],
     folder: Path,
-    dtype: Any,
+    dtype_of: Callable[[str], Any],
     *,
     shard_bytes: int,
     stem: str = MODEL,
@@ -33,7 +33,7 @@ def write_tensors(
         places: the place of every weight.
         weight: path, number of a layer -> the weight of that layer, or one that no layers have.
         folder: the folder.
-        dtype: type of the tensors.
+        dtype_of: name of a tensor -> its type.
         shard_bytes: bytes of a file, at most, unless one tensor has more.
         stem: what the names of the files begin with.
 
@@ -41,9 +41,10 @@ def write_tensors(
         FloatingPointError: if a weight is not finite in the type.
         OSError: if a file cannot be written.
     """
-    found, size = by_tensor(places), np.dtype(dtype).itemsize
+    found = by_tensor(places)
     sizes = {
-        name: math.prod(places[path].whole_shape) * size for name, ((path, _), *_) in found.items()
+        name: math.prod(places[path].whole_shape) * np.dtype(dtype_of(name)).itemsize
+        for name, ((path, _), *_) in found.items()
     }
     shards: list[list[str]] = [[]]
     for name in found:
@@ -55,6 +56,7 @@ def write_tensors(
         file = one_file(f"{stem}-{number:05}-of-{len(shards):05}" if shards[1:] else stem)
         tensors = {}
         for name in names:
+            dtype = dtype_of(name)
             parts = [_tensor(weight(x, n), x, places[x], dtype) for x, n in found[name]]
             tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         write_file(folder / file, tensors)

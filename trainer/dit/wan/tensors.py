@@ -62,7 +62,7 @@ OF_MODEL: Mapping[str, tuple[str, Groups]] = {
     **_of_projection("image/image_out", f"{_IMAGE}.ff.net.2"),
     **_of_norm("image/norm_out", f"{_IMAGE}.norm2"),
     "modulation_table": ("scale_shift_table", OF_TABLE),
-    **_of_projection("head/out", "proj_out"),
+    **_of_projection("head/outputs", "proj_out"),
 }
 """Weight -> tensor, outside of the layers."""
 OF_LAYER: Mapping[str, tuple[str, Groups]] = {

@@ -17,18 +17,16 @@ from jaxtyping import Shaped
 
 from models.hooks import Hooks
 from startrail_jax.errors import InputError, UnsupportedError
+from trainer.config import LoraConfig
 from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import TOKENIZER, GPTConfig, GPTTrainConfig, LoraConfig
+from trainer.gpt.config import TOKENIZER, GPTConfig, GPTTrainConfig
 from trainer.gpt.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    is_adapter,
-    merged,
     peft_config,
     peft_tensors,
-    restore_model,
 )
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.config_json import CONFIG, describe
@@ -45,6 +43,7 @@ from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
+from trainer.weights.adapters import is_adapter, merged, restore_model
 from trainer.weights.writing import write_file, write_tensors
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -281,4 +280,4 @@ def _write_tensors(
         stacked = found[path].stacked
         return merged(arrays, path, layer, lora) if stacked else np.asarray(arrays[path])
 
-    write_tensors(found, weight, folder, dtype, shard_bytes=shard_bytes)
+    write_tensors(found, weight, folder, lambda name: dtype, shard_bytes=shard_bytes)

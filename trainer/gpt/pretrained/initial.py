@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, PyTree, Shaped
 
 from startrail_jax.errors import InputError
 from trainer import durable
@@ -28,74 +24,17 @@ from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
 from trainer.sums import write_sums
-from trainer.task import InitialWeights
-from trainer.weights.files import Tensors, open_tensors
-from trainer.weights.places import Place
+from trainer.weights.files import open_tensors
+from trainer.weights.initial import TensorWeights
 
 KEPT = (*TOKENIZER_FILES, GENERATION)
 """Files beside the weights that say how text becomes tokens, and how the model is used."""
-ALIGNMENT = 64
-"""Bytes of which XLA wants the address of an array to be a multiple."""
-TILE = 128
-"""Rows and columns that are transposed at a time: they fit in the cache of a core."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pretrained(InitialWeights):
+class Pretrained(TensorWeights):
     """The weights in the folder of a pretrained model, which fit the model of a run."""
-
-    tensors: Tensors
-    places: Mapping[str, Place]
-    """Where each weight of the model lies."""
-    description: str
-
-    def read(self, weights: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Shaped[Array, "..."]]:
-        """Reads the weights; each device gets its own slices of the files.
-
-        All processes must call it.
-
-        Args:
-            weights: shapes, types and shardings.
-
-        Raises:
-            ValueError: if a file changes while it is read, or a number is infinite or none.
-        """
-
-        def read_one(path: tuple[Any, ...], wanted: Any) -> Array:
-            place = self.places[path_name(path)]
-
-            def part(index: Any) -> Shaped[np.ndarray, "..."]:
-                return self._part(place, index, wanted.dtype)
-
-            return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
-
-        return jax.tree_util.tree_map_with_path(read_one, weights)
-
-    def _part(
-        self, place: Place, index: tuple[slice, ...], dtype: Any
-    ) -> Shaped[np.ndarray, "..."]:
-        """The part of a weight that lies on one device."""
-        layers, *rest = index if place.stacked else (slice(None), *index)
-        chosen = place.tensors[layers]
-        part: Any = None
-        for number, tensor in enumerate(chosen):
-            values = place.read(self.tensors.slices[tensor], rest)
-            if part is None:
-                part = _aligned((len(chosen), *values.shape), dtype)
-            self._fill(part[number], values, tensor)
-        return part if place.stacked else part[0]
-
-    def _fill(self, target: Shaped[np.ndarray, "..."], values: Any, tensor: str) -> None:
-        """Copies values of a tensor, and raises unless they are finite in its type."""
-        with np.errstate(over="ignore"):  # What no number of its type holds is refused below.
-            fill(target, values)
-        if not np.isfinite(target).all():
-            raise InputError(
-                f"Weights must be finite numbers; got NaN or infinity in {tensor} of "
-                f"{self.tensors.folder}, as {target.dtype}. Download the files again, or save the "
-                "model anew in a type that holds its numbers."
-            )
 
     def keep(self, run_dir: Path) -> None:
         """Copies what is not weights into the folder of a run.
@@ -121,33 +60,6 @@ def copy_file(source: Path, target: Path) -> None:
     with reading(source):
         content = source.read_bytes()
     target.write_bytes(content)
-
-
-def _aligned(shape: tuple[int, ...], dtype: Any) -> Shaped[np.ndarray, "..."]:
-    """An empty array that a device on the host uses as it is, and would otherwise copy."""
-    size = math.prod(shape) * jnp.dtype(dtype).itemsize
-    room = np.empty(size + ALIGNMENT, np.uint8)
-    begin = -room.ctypes.data % ALIGNMENT
-    return room[begin : begin + size].view(dtype).reshape(shape)
-
-
-def fill(target: Shaped[np.ndarray, "..."], values: Shaped[np.ndarray, "..."]) -> None:
-    """Copies values, whose dimensions may lie in memory in another order, into an array.
-
-    Those that numpy copies one by one, each from a line of the cache that is gone before its
-    neighbour's turn, take four times as long as these tiles.
-    """
-    last = values.ndim - 1
-    fastest = min(range(values.ndim), key=lambda dim: (values.strides[dim], -dim))
-    if fastest == last:
-        target[...] = values
-        return
-    steps = [TILE if dim in (fastest, last) else 1 for dim in range(values.ndim)]
-    starts = (range(0, size, step) for size, step in zip(values.shape, steps, strict=True))
-    for corner in itertools.product(*starts):
-        index = tuple(slice(at, at + step) for at, step in zip(corner, steps, strict=True))
-        tile = values[index].swapaxes(fastest, last).copy()  # In the order of `values`.
-        target[index] = tile.swapaxes(fastest, last).copy()
 
 
 @contextmanager

@@ -1,0 +1,278 @@
+"""Videos that a Wan trains on: moving digits, and folders of encoded ones."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import startrail_jax as st
+from configs.wan import dit_video
+from programs import make_wan_config
+from refusals import refused
+from startrail_jax.errors import InputError
+from train import read_command_line
+from trainer.dit.wan.batches import IMAGE_TOKENS, clip_batch
+from trainer.dit.wan.clips import open_clips
+from trainer.dit.wan.config import ClipConfig
+from trainer.dit.wan.digits import STEPS, MovingDigits, embedded
+
+pytestmark = pytest.mark.quick
+
+RNG = np.random.default_rng(0)
+SIZE, OTHER = (2, 8, 8), (1, 8, 6)
+
+
+def write_clip(folder, name, size, *, tokens=2, caption="", image_dim=None, config=None):
+    """A video, and its line."""
+    model = (config or make_wan_config()).model
+    shape = (*size, model.channels)
+    tensors = {
+        "latent": RNG.normal(size=shape).astype(ml_dtypes.bfloat16),
+        "text": RNG.normal(size=(tokens, model.text_dim)).astype(ml_dtypes.bfloat16),
+        "given": RNG.normal(size=shape).astype(ml_dtypes.bfloat16),
+    }
+    if image_dim:
+        tensors["image"] = RNG.normal(size=(IMAGE_TOKENS, image_dim)).astype(ml_dtypes.bfloat16)
+    (folder / "clips").mkdir(exist_ok=True)
+    save_file(tensors, folder / "clips" / name)
+    line = {"file": name, "size": size, "tokens": tokens, "caption": caption}
+    with (folder / f"clips-{len(name) % 2}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return tensors
+
+
+def write_folder(folder, config=None, sizes=(SIZE, OTHER), count=8, **options):
+    model = (config or make_wan_config()).model
+    folder.mkdir(exist_ok=True)
+    about = {"channels": model.channels, "text_dim": model.text_dim}
+    (folder / "encoded.json").write_text(json.dumps(about))
+    save_file({"text": np.ones((1, model.text_dim), np.float32)}, folder / "empty.safetensors")
+    return {
+        f"{number}.safetensors": write_clip(
+            folder, f"{number}.safetensors", sizes[number % len(sizes)], config=config, **options
+        )
+        for number in range(count)
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_folder(tmp_path / "encoded")
+    return tmp_path / "encoded"
+
+
+def configured(folder, model=None, sizes=("1x8x6",), **changes):
+    return make_wan_config(model, data=ClipConfig(path=folder, sizes=sizes), size=SIZE, **changes)
+
+
+def opened(config):
+    layout = st.Layout("contiguous", 4)
+    return open_clips(config, partial(clip_batch, config=config, layout=layout))
+
+
+def test_clips_are_read_as_they_were_written(tmp_path):
+    config = configured(tmp_path / "encoded", dict(first_frame="channels", image_dim=7))
+    written = write_folder(tmp_path / "encoded", config, image_dim=7)
+    data = opened(config)
+    assert (len(data.train), len(data.held_out)) == (7, 1)
+    assert data.description.endswith("7 videos to train on, 1 held out")
+    for index, number in enumerate(data.train.numbers):
+        clip, wanted = data.train[index], written[f"{number}.safetensors"]
+        for name in ("latent", "text", "given", "image"):
+            np.testing.assert_array_equal(getattr(clip, name), wanted[name])
+    # Every size has a number, by which batches are made of one size.
+    assert data.groups.names == ("2x8x8", "1x8x6")
+    assert data.groups.lengths.tolist() == [32, 12]
+    of_train = [0 if clip.latent.shape[0] == 2 else 1 for clip in (data.train[i] for i in range(7))]
+    assert data.groups.train.tolist() == of_train
+
+
+def test_batch_has_tokens_texts_and_what_is_given(tmp_path):
+    config = configured(tmp_path / "encoded", dict(first_frame="channels", image_dim=7))
+    written = write_folder(tmp_path / "encoded", config, image_dim=7, sizes=(OTHER,))
+    data = opened(dataclasses.replace(config, size=OTHER, data=ClipConfig(path=config.data.path)))
+    clips = [data.train[i] for i in range(3)]
+    batch = data.collate(clips, [5, 6, 2**31 + 7])
+    assert batch.patches.shape == (3, 12, 8)
+    texts = batch.rows.arrays
+    assert texts.text.shape == (3, config.model.text_tokens, config.model.text_dim)
+    wanted = written[f"{data.train.numbers[1]}.safetensors"]
+    np.testing.assert_array_equal(texts.text[1, :2], wanted["text"])
+    assert not texts.text[1, 2:].any()
+    assert texts.empty[:, 0].all()
+    assert not texts.empty[:, 1:].any()
+    np.testing.assert_array_equal(texts.image[1], wanted["image"])
+    # The mask is 1 in the first frame, which is the only one here; then the latent that is given.
+    given = batch.given.reshape(3, 12, 4, 6)
+    assert (given[..., :4] == 1).all()
+    first = wanted["given"][0, :2, :2].reshape(4, 2)
+    np.testing.assert_array_equal(given[1, 0, :, 4:], first)
+    assert batch.numbers.tolist() == [5, 6, 7]
+
+
+def test_sizes_follow_the_folder_unless_flags_give_them(folder):
+    flags = ["dit_video", "--data.path", str(folder), "--model.channels", "2"]
+    flags += ["--model.text-dim", "6", "--model.patch", "1", "2", "2"]
+    config = read_command_line(flags).settings
+    assert (config.size, config.data.sizes) == (SIZE, ("1x8x6",))
+    given = read_command_line([*flags, "--size", "4", "8", "8"]).settings
+    assert (given.size, given.data.sizes) == ((4, 8, 8), ())
+
+
+def test_digits_move_as_their_captions_say():
+    config = dit_video()
+    videos = MovingDigits(config)
+    words = {tuple(embedded(name, config.model.text_dim)[0]): name for name in STEPS}
+    for number in range(20):
+        clip, again = videos[number], MovingDigits(config)[number]
+        np.testing.assert_array_equal(clip.latent, again.latent)
+        rows, columns = STEPS[words[tuple(clip.text[1])]]
+        bright = [np.argwhere(frame[..., 0] > -1).mean(0) for frame in clip.latent]
+        np.testing.assert_allclose(np.diff(bright, axis=0), [[rows, columns]] * 4, atol=1e-4)
+    assert len({tuple(videos[number].text[0]) for number in range(200)}) == 10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(size=(5, 16, 8)), dict(channels=2), dict(first_frame="time")],
+    ids=str,
+)
+def test_digits_need_their_size_and_channels(changes):
+    config = dit_video()
+    model = {name: x for name, x in changes.items() if name != "size"}
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **model),
+        size=changes.get("size", config.size),
+    )
+    with refused(InputError, "moving digits", "--data.path"):
+        MovingDigits(config)
+
+
+def no_index(folder):
+    (folder / "encoded.json").unlink()
+
+
+def other_channels(folder):
+    (folder / "encoded.json").write_text('{"channels": 16, "text_dim": 6}')
+
+
+def other_text(folder):
+    (folder / "encoded.json").write_text('{"channels": 2, "text_dim": 4096}')
+
+
+def wrong_line(folder):
+    (folder / "clips-0.jsonl").write_text("{'file': 1}\n")
+
+
+def long_caption(folder):
+    write_clip(folder, "long.safetensors", SIZE, tokens=9)
+
+
+def other_size(folder):
+    write_clip(folder, "other.safetensors", (5, 8, 8))
+
+
+def one_clip(folder):
+    for path in folder.glob("clips-*.jsonl"):
+        path.unlink()
+    write_clip(folder, "one.safetensors", SIZE)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (no_index, "trainer.dit.encode"),
+        (other_channels, "model.channels=2"),
+        (other_text, "model.text_dim=6"),
+        (wrong_line, "Line 1 of"),
+        (long_caption, "--model.text-tokens 9"),
+        (other_size, "1 of 5x8x8"),
+        (one_clip, "at least 2 videos"),
+    ],
+)
+def test_wrong_folder_is_refused(folder, damage, words):
+    damage(folder)
+    with refused(InputError, words):
+        opened(configured(folder))
+
+
+def missing(path):
+    path.unlink()
+
+
+def half(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def without_image(path):
+    save_file({"latent": np.zeros((*SIZE, 2)), "text": np.zeros((2, 6))}, path)
+
+
+def infinite(path):
+    latent = np.full((*SIZE, 2), np.inf)
+    save_file({"latent": latent, "text": np.zeros((2, 6)), "given": latent}, path)
+
+
+def another(path):
+    latent = np.zeros((1, 8, 8, 2))
+    save_file({"latent": latent, "text": np.zeros((2, 6)), "given": latent}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (missing, "whole safetensors file"),
+        (half, "whole safetensors file"),
+        (without_image, "no given"),
+        (infinite, "finite"),
+        (another, "a latent of 2x8x8"),
+    ],
+)
+def test_wrong_file_is_named_when_it_is_read(tmp_path, damage, words):
+    config = configured(tmp_path / "encoded", dict(first_frame="channels"), sizes=())
+    write_folder(tmp_path / "encoded", config, sizes=(SIZE,))
+    data = opened(config)
+    name = f"{data.train.numbers[2]}.safetensors"
+    damage(config.data.path / "clips" / name)
+    with refused(InputError, words, name):
+        data.train[2]
+
+
+def test_unknown_words_are_named():
+    with refused(InputError, "'fast'", "seven left"):
+        embedded("seven fast", 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(sizes=("8x8",), path=Path()), "FRAMESxHEIGHTxWIDTH"),
+        (dict(sizes=("2x8x8",)), "--data.path"),
+        (dict(validation_fraction=1.0), "validation_fraction"),
+    ],
+)
+def test_settings_of_data_are_checked(settings, words):
+    with refused(InputError, words):
+        ClipConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        (dict(image_dim=4), {}, "model.first_frame='channels'"),
+        (dict(heads=5), {}, "model.heads"),
+        ({}, dict(size=(2, 8, 7)), "model.patch"),
+        ({}, dict(data=ClipConfig(path=Path(), sizes=("9x9x8",))), "model.patch"),
+        ({}, dict(data=ClipConfig(path=Path(), sizes=("9x8x8",))), "largest"),
+        ({}, dict(data=ClipConfig(path=Path(), sizes=("2x8x8",))), "each size once"),
+    ],
+)
+def test_settings_are_checked(model, changes, words):
+    with refused(InputError, words):
+        make_wan_config(model, **changes)

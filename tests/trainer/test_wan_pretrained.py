@@ -1,0 +1,227 @@
+"""A Wan in the format of diffusers: read, trained, and written; an error for all that differs."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import startrail_jax as st
+from programs import make_program, make_wan_config
+from refusals import refused
+from startrail_jax.errors import InputError, UnsupportedError
+from train import read_command_line
+from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
+from trainer.config import LoraConfig
+from trainer.dit.export import main as export
+from trainer.dit.wan.config import FlowConfig
+from trainer.dit.wan.config_json import DEFAULTS, model_of, read_config, to_values
+from trainer.dit.wan.export import LORA_FILE, export_wan
+from trainer.dit.wan.pretrained import open_wan
+from trainer.parallel.state import TrainState, initial_state
+from trainer.run.settings import save_config
+
+REFERENCES = Path(__file__).parents[1] / "parity" / "wan"
+CASES = sorted(path.name for path in REFERENCES.iterdir())
+TENSORS = "diffusion_pytorch_model.safetensors"
+
+
+def make_config(folder, run_dir, **changes):
+    model = dataclasses.replace(read_config(folder), dtype="float32", text_tokens=4)
+    return dataclasses.replace(
+        make_wan_config(size=(2, 4, 4)), model=model, init_from=folder, run_dir=run_dir, **changes
+    )
+
+
+def save_run(config, degrees=None):
+    """A run that begins with the weights of a folder, and has done nothing."""
+    run_dir = config.run_dir
+    run_dir.mkdir()
+    program = make_program(config, degrees or st.Degrees())
+    with open_wan(config, program.state_shapes.base) as initial:
+        weights = initial.read(program.state_shapes.base)
+        initial.keep(run_dir)
+    state = program.begin_with(weights)
+    if state.frozen is not None:
+        save_frozen(run_dir / "frozen", program.state_shapes.frozen, state.frozen, note=print)
+    with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(1, state.changing, {})
+    save_config(config, run_dir / "config.json")
+    return program, state
+
+
+@pytest.mark.parametrize("degrees", [st.Degrees(), st.Degrees(tensor=2, ring=4)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_read_is_written_bit_for_bit(name, degrees, tmp_path):
+    folder = REFERENCES / name
+    config = make_config(folder, tmp_path / "run", zero=3)
+    save_run(config, degrees)
+    export([str(config.run_dir), str(tmp_path / "out")])
+    one, other = (load_file(x / TENSORS) for x in (folder, tmp_path / "out"))
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        np.testing.assert_array_equal(other[name], x)
+    one, other = (json.loads((x / "config.json").read_text()) for x in (folder, tmp_path / "out"))
+    assert other == {key: x for key, x in one.items() if key != "_diffusers_version"}
+
+
+def test_tensors_keep_their_types(tmp_path):
+    """diffusers keeps tables, norms and the embedding of times in float32 in a model of 16 bits."""
+    folder = tmp_path / "mixed" / "transformer"
+    folder.mkdir(parents=True)
+    shutil.copy(REFERENCES / "t2v" / "config.json", folder)
+    tensors = load_file(REFERENCES / "t2v" / TENSORS)
+    wide = ("scale_shift_table", "norm", "time_embedder")
+    tensors = {
+        name: x if any(part in name for part in wide) else x.astype(jax.numpy.bfloat16)
+        for name, x in tensors.items()
+    }
+    save_file(tensors, folder / TENSORS)
+    config = make_config(folder.parent, tmp_path / "run")
+    save_run(config)
+    export_wan(config.run_dir, config, tmp_path / "out", shard_bytes=4000)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3
+    found = {name: x for file in files for name, x in load_file(file).items()}
+    for name, x in tensors.items():
+        assert found[name].dtype == x.dtype
+        np.testing.assert_array_equal(found[name], x)
+    export_wan(config.run_dir, config, tmp_path / "half", dtype="bfloat16")
+    assert {x.dtype.name for x in load_file(tmp_path / "half" / TENSORS).values()} == {"bfloat16"}
+
+
+def test_adapters_are_exported_alone_or_merged(tmp_path):
+    targets = ("query", "out", "up", "down")
+    lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
+    config = make_config(REFERENCES / "t2v", tmp_path / "run", lora=lora)
+    _, state = save_run(config, st.Degrees(tensor=2))
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda x: jax.device_put(rng.normal(size=x.shape).astype(np.float32), x.sharding),
+        state.weights,
+    )
+    shutil.rmtree(config.run_dir / "checkpoints")
+    with Checkpoints(config.run_dir / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(1, TrainState(weights, ()), {})
+    export([str(config.run_dir), str(tmp_path / "alone")])
+    export([str(config.run_dir), str(tmp_path / "merged"), "--merge"])
+    adapters = load_file(tmp_path / "alone" / LORA_FILE)
+    base, merged = (load_file(x / TENSORS) for x in (REFERENCES / "t2v", tmp_path / "merged"))
+    stems = {name.removeprefix("transformer.").rpartition(".lora_A")[0] for name in adapters} - {""}
+    # Both attentions have adapters.
+    of_block = ("attn1.to_q", "attn1.to_out.0", "attn2.to_q", "attn2.to_out.0")
+    of_block = (*of_block, "ffn.net.0.proj", "ffn.net.2")
+    assert stems == {f"blocks.{i}.{name}" for i in range(2) for name in of_block}
+    assert base.keys() == merged.keys()
+    for name, x in merged.items():
+        stem = name.removesuffix(".weight")
+        wanted = base[name]
+        if stem in stems and name.endswith(".weight"):
+            a, b = (adapters[f"transformer.{stem}.lora_{x}.weight"] for x in "AB")
+            assert adapters[f"transformer.{stem}.alpha"] == 3.0
+            wanted = wanted + 3.0 / 2 * b @ a
+        np.testing.assert_allclose(x, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_folder_is_enough_to_begin_with(tmp_path):
+    folder = tmp_path / "Wan-Diffusers" / "transformer"
+    shutil.copytree(REFERENCES / "i2v_2_1", folder)
+    flags = f"--init-from {folder.parent} --lora.rank 4 --model.dtype float32"
+    config = read_command_line(flags.split()).settings
+    assert (config.kind, config.run_dir.name) == ("wan", "Wan-Diffusers")
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.model == dataclasses.replace(read_config(folder), dtype="float32")
+    assert (config.model.first_frame, config.model.image_dim) == ("channels", 6)
+    assert config.diffusion == FlowConfig(shift=3.0)
+    # A recipe keeps what the folder does not say.
+    flags = f"dit_video --init-from {REFERENCES / 't2v'} --model.first-frame time"
+    config = read_command_line(flags.split()).settings
+    assert (config.model.text_tokens, config.model.first_frame, config.model.heads) == (
+        2,
+        "time",
+        2,
+    )
+
+
+def test_state_begins_with_the_weights_and_their_average(tmp_path):
+    config = make_config(REFERENCES / "t2v", tmp_path / "run", ema_decay=0.9)
+    program, state = save_run(config)
+    again = initial_state(config, program.optimizer, state.weights)
+    for x, y in zip(*map(jax.tree.leaves, (state, again)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_published_models_are_known():
+    """The config.json of the models of Wan-AI, as far as they differ from the defaults."""
+    small = dict(num_attention_heads=12, ffn_dim=8960, num_layers=30)
+    image = dict(in_channels=36, image_dim=1280, added_kv_proj_dim=5120)
+    fast = dict(num_attention_heads=24, ffn_dim=14_336, num_layers=30)
+    of_5b = fast | dict(in_channels=48, out_channels=48)
+    widths = [model_of(x, "it").width for x in ({}, small, image, of_5b)]
+    assert widths == [5120, 1536, 5120, 3072]
+    for values in ({}, small, image, of_5b, dict(cross_attn_norm=False, eps=1e-5)):
+        assert to_values(model_of(values, "it")) == {
+            "_class_name": "WanTransformer3DModel",
+            **DEFAULTS,
+            **values,
+        }
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "words"),
+    [
+        (dict(vace_layers=[0]), UnsupportedError, "vace_layers"),
+        (dict(num_layers=0), InputError, "num_layers"),
+        (dict(ffn_dim="8960"), InputError, "ffn_dim"),
+        (dict(patch_size=[2, 2]), InputError, "patch_size"),
+        (dict(patch_size=4), InputError, "patch_size"),
+        (dict(qk_norm=None), UnsupportedError, "qk_norm"),
+        (dict(image_dim=1280), UnsupportedError, "added_kv_proj_dim"),
+        (dict(pos_embed_seq_len=514), UnsupportedError, "pos_embed_seq_len"),
+        (dict(in_channels=20), UnsupportedError, "in_channels"),
+        (dict(eps=True), InputError, "eps"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused(values, error, words):
+    with refused(error, words):
+        model_of(values, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "init_from"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "init_from"),
+        (lambda folder: (folder / TENSORS).unlink(), TENSORS),
+        (lambda folder: (folder / TENSORS).write_bytes(b"1"), "whole safetensors file"),
+        (lambda folder: save_file({"x": np.zeros(2)}, folder / TENSORS), "not in the files"),
+    ],
+)
+def test_damaged_folder_is_refused(damage, words, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(REFERENCES / "t2v", folder)
+    config = make_config(folder, tmp_path / "run")
+    damage(folder)
+    shapes = make_program(config, st.Degrees()).state_shapes.base
+    with refused(InputError, words), open_wan(config, shapes):
+        pass
+
+
+def test_flags_that_make_another_model_are_refused(tmp_path):
+    config = make_config(REFERENCES / "t2v", tmp_path / "run")
+    model = dataclasses.replace(config.model, text_norm=False)
+    config = dataclasses.replace(config, model=model)
+    shapes = make_program(config, st.Degrees()).state_shapes.base
+    with refused(InputError, "model.text_norm=False"), open_wan(config, shapes):
+        pass
+
+
+def test_there_must_be_adapters_to_merge(tmp_path):
+    config = make_config(REFERENCES / "t2v", tmp_path / "run")
+    save_run(config)
+    with refused(InputError, "--merge"):
+        export_wan(config.run_dir, config, tmp_path / "out", merge=True)

@@ -1,0 +1,164 @@
+"""Training steps of a Wan: the same losses on every mesh, and bit for bit after a resume."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import startrail_jax as st
+from programs import make_program as program_of
+from programs import make_wan_config, train_steps
+from trainer.config import LoraConfig
+from trainer.data.batches import NO_EXAMPLE, place
+from trainer.dit.wan.batches import IMAGE_TOKENS, Clip, clip_batch
+from trainer.dit.wan.config import ClipConfig, FlowConfig
+
+STEPS = 30
+CONFIG = make_wan_config(steps=STEPS)
+# Odd sizes, whose tokens are filled up on 8 devices; all that a Wan can be given.
+IMAGE = make_wan_config(dict(first_frame="channels", image_dim=12), size=(3, 4, 6), steps=STEPS)
+OF_TIME = make_wan_config(dict(first_frame="time"), size=(3, 6, 10), steps=STEPS)
+
+
+@functools.cache
+def make_program(degrees, config=CONFIG, **changes):
+    return program_of(dataclasses.replace(config, **changes), degrees)
+
+
+def make_clip(config, rng, size):
+    """A video whose brightness is that of its text."""
+    model, brightness = config.model, rng.choice([-1.0, 1.0])
+    shape = (*size, model.channels)
+    text = np.full((rng.integers(1, model.text_tokens + 1), model.text_dim), brightness)
+    latent = rng.normal(brightness, 0.1, shape).astype(np.float32)
+    given = image = None
+    if model.first_frame == "channels":
+        given = latent * (np.arange(size[0]) == 0)[:, None, None, None]
+    if model.image_dim is not None:
+        image = rng.normal(size=(IMAGE_TOKENS, model.image_dim))
+    return Clip(latent, text, given, image)
+
+
+def batch(program, step, size=None):
+    config = program.config
+    rng = np.random.default_rng(step)
+    numbers = [step * config.batch_size + row for row in range(config.batch_size)]
+    clips = [make_clip(config, rng, size or config.size) for _ in numbers]
+    empty = np.zeros((1, config.model.text_dim))
+    options = dict(empty=empty, config=config, layout=program.attention.layout)
+    return place(clip_batch(clips, numbers, **options), program.batch_sharding)
+
+
+def initial_state(config):
+    return jax.device_get(make_program(st.Degrees(), config).initialise())
+
+
+def train(program, state, steps=STEPS, batch=batch):
+    return train_steps(program, state, (batch(program, step) for step in range(steps)))
+
+
+@functools.cache
+def one_device(config=CONFIG):
+    """The state before, and losses and norms of every step on one device."""
+    state = initial_state(config)
+    if state.frozen is not None:
+        # That of a new model is 0, and then no adapter has a gradient.
+        head = state.frozen["head"]["outputs"]["kernel"]
+        head.set_value(np.random.default_rng(0).normal(0, 0.1, head.shape).astype(np.float32))
+    return state, train(make_program(st.Degrees(), config), state)[0]
+
+
+LORA = make_wan_config(steps=STEPS, lora=LoraConfig(rank=3, targets=("query", "out", "up", "down")))
+SETTINGS = {
+    "Ring Attention": (CONFIG, st.Degrees.ring_attention(8), {}),
+    "StarTrail": (CONFIG, st.Degrees.startrail(8, c=2), {"remat": "projections_saved", "tile": 8}),
+    "StarTrail x Ulysses": (CONFIG, st.Degrees.startrail(8, c=2, head=2), {"remat": "full"}),
+    "team x ring": (CONFIG, st.Degrees(team=4, ring=2), {"remat": "attention_saved"}),
+    "tensor, accumulation": (
+        *(CONFIG, st.Degrees(tensor=2, team=2, ring=2), {"gradient_accumulation": 2}),
+    ),
+    "data, zero 3": (CONFIG, st.Degrees(data=2, team=2, ring=2), {"zero": 3}),
+    "adapters": (LORA, st.Degrees(tensor=2, team=2, ring=2), {"zero": 2}),
+    "an image": (IMAGE, st.Degrees(team=4, group=2), {}),
+    "an image, tensor": (IMAGE, st.Degrees(tensor=4, ring=2), {"zero": 3}),
+    "a first frame": (OF_TIME, st.Degrees.startrail(8, c=2), {"zero": 1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
+def test_losses_do_not_depend_on_how_it_runs(config, degrees, changes):
+    state, expected = one_device(config)
+    losses, _ = train(make_program(degrees, config, **changes), state)
+    assert losses[-5:, 0].mean() < (1 if config.freezes else 0.8) * losses[:5, 0].mean()
+    np.testing.assert_allclose(losses[:, 0], expected[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(losses[:, 1], expected[:, 1], rtol=1e-3)
+
+
+SIZES = make_wan_config(data=ClipConfig(path=CONFIG.run_dir, sizes=("1x8x6",)))
+
+
+def test_batches_may_be_of_several_sizes():
+    """Each size has a program of its own, and the same losses on every mesh."""
+
+    def of_size(program, step):
+        return batch(program, step, program.config.sizes[step % 2])
+
+    state = initial_state(SIZES)
+    expected, _ = train(make_program(st.Degrees(), SIZES), state, 4, of_size)
+    losses, _ = train(make_program(st.Degrees.startrail(8, c=2), SIZES), state, 4, of_size)
+    np.testing.assert_allclose(losses[:, 0], expected[:, 0], rtol=1e-5)
+
+
+def prepared(config, training=True, **changes):
+    """A batch of four videos as the model takes it."""
+    program = make_program(st.Degrees(), config, **changes)
+    made = batch(program, 0)
+    return made, program.objective.prepare(made, training=training)
+
+
+def test_first_frame_of_time_0_is_clean_and_not_counted():
+    made, found = prepared(OF_TIME)
+    first = np.asarray(found.positions[:, :, 0]) == 0
+    np.testing.assert_array_equal(found.patches[first], made.patches[first])
+    assert not np.asarray(found.weights)[first].any()
+    assert np.asarray(found.weights)[~first].all()
+    times = np.take_along_axis(
+        np.asarray(found.rows.arrays.times), np.asarray(found.time_index), axis=1
+    )
+    assert not times[first].any()
+    assert times[~first].all()
+
+
+def test_image_to_video_is_given_a_mask_and_a_latent_beside_the_noise():
+    made, found = prepared(IMAGE)
+    channels, model = IMAGE.model.channels, IMAGE.model
+    given = np.asarray(found.patches).reshape(*found.patches.shape[:2], -1, 2 * channels + 4)
+    first = np.asarray(found.positions[:, :, 0]) == 0
+    mask = given[..., channels : channels + 4]
+    assert (mask[first] == 1).all()
+    assert not mask[~first].any()
+    latent = np.asarray(made.patches).reshape(*given.shape[:3], channels)
+    np.testing.assert_array_equal(given[..., channels + 4 :][first], latent[first])
+    assert not given[..., channels + 4 :][~first].any()
+    assert found.rows.arrays.image.shape[1:] == (IMAGE_TOKENS, model.image_dim)
+
+
+def test_captions_are_dropped_in_training_alone():
+    changes = {"batch_size": 64, "diffusion": FlowConfig(dropout=0.5)}
+    made, found = prepared(CONFIG, **changes)
+    dropped = ~np.asarray(found.rows.arrays.text).any(axis=(1, 2))
+    assert 16 < dropped.sum() < 48
+    _, found = prepared(CONFIG, training=False, **changes)
+    np.testing.assert_array_equal(found.rows.arrays.text, made.rows.arrays.text)
+
+
+def test_rows_that_fill_up_a_batch_are_not_counted():
+    program = make_program(st.Degrees())
+    made = batch(program, 0)
+    numbers = np.array(made.numbers)
+    numbers[2] = NO_EXAMPLE
+    found = program.objective.prepare(made._replace(numbers=numbers), training=False)
+    assert np.asarray(found.weights).any(axis=1).tolist() == [True, True, False, True]

@@ -1,0 +1,242 @@
+"""Encoded videos that a Wan trains on, and those that are held out, by number.
+
+A folder that `python -m trainer.dit.encode` has written holds
+
+    encoded.json             channels of latents and texts, and the models that made them
+    empty.safetensors        `text` of an empty caption
+    clips-*.jsonl            a line for each video: file, size, tokens of text, caption
+    clips/*.safetensors      `latent` [F H W C], `text` [S D]; for image to video also `given`
+                             [F H W C], the latent of the first frame and grey ones, and for Wan 2.1
+                             `image` [I E], the first frame as the image encoder gives it
+
+Which videos are held out depends only on their number, not on the seed, the hosts or the mesh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+
+from startrail_jax.errors import InputError
+from trainer.data.dataset import Dataset, Groups, Source
+from trainer.data.opening import read_object, reading
+from trainer.dit.wan.batches import Clip
+from trainer.dit.wan.config import WanConfig, WanTrainConfig, name_of
+
+ENCODED, EMPTY, CLIPS = "encoded.json", "empty.safetensors", "clips"
+
+
+class ClipLine(NamedTuple):
+    """What a line of clips-*.jsonl says of a video."""
+
+    file: str
+    size: tuple[int, int, int]
+    """Frames, height and width of its latent."""
+    tokens: int
+    caption: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subset:
+    """Some of the examples of a source, by their place in it."""
+
+    source: Source
+    numbers: Any
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[int(self.numbers[index])]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncodedClips:
+    """The videos of a folder, read when they are needed."""
+
+    folder: Path
+    lines: Sequence[ClipLine]
+    names: tuple[str, ...]
+    """The tensors to read: those that the model takes."""
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, number: int) -> Clip:
+        line = self.lines[number]
+        clip = Clip(**read_tensors(self.folder / CLIPS / line.file, self.names))
+        found = *clip.latent.shape[:3], len(clip.text)
+        if found != (*line.size, line.tokens):
+            raise InputError(
+                f"{str(self.folder / CLIPS / line.file)!r} must hold what its line in clips-*.jsonl"
+                f" says, a latent of {name_of(line.size)} and {line.tokens} tokens of text; got "
+                f"{found}. Remove the file, and encode the videos again."
+            )
+        return clip
+
+
+def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Some tensors of a file.
+
+    Raises:
+        ValueError: if it is damaged, lacks one, or holds numbers that are not finite.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            missing = [name for name in names if name not in file.keys()]  # noqa: SIM118
+            found = {name: file.get_tensor(name) for name in names if name not in missing}
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{str(path)!r} must be a whole safetensors file; got {error}. Remove it, and encode "
+            "the videos again."
+        ) from error
+    if missing:
+        raise InputError(
+            f"Videos for this model must be encoded with {', '.join(names)}; got no {missing[0]} in"
+            f" {str(path)!r}. Encode them with the folder of the model that is trained, or "
+            "change --model.first-frame and --model.image-dim."
+        )
+    for name, x in found.items():
+        if not np.isfinite(x).all():
+            raise InputError(
+                f"Encoded videos must be finite; got others in {name} of {str(path)!r}. Remove it, "
+                "and encode the videos again."
+            )
+    return found
+
+
+def read_lines(folder: Path) -> list[ClipLine]:
+    """The videos of a folder, in the order of their files.
+
+    Raises:
+        ValueError: if it is no folder of encoded videos.
+    """
+    if not (folder / ENCODED).is_file():
+        raise InputError(
+            f"data.path must be a folder that `python -m trainer.dit.encode` has written; got "
+            f"{str(folder)!r} without {ENCODED}. Encode the videos first."
+        )
+    found = {}
+    for path in sorted(folder.glob("clips-*.jsonl")):
+        with reading(path):
+            text = path.read_text()
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                values = json.loads(line)
+                frames, height, width = map(int, values["size"])
+                size = frames, height, width
+                clip = ClipLine(values["file"], size, int(values["tokens"]), values["caption"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"Line {number} of {str(path)!r} must be a JSON object with file, size, tokens "
+                    f"and caption; got {line[:60]!r}. Remove the line, and encode the videos again."
+                ) from error
+            found[clip.file] = clip
+    return [found[name] for name in sorted(found)]
+
+
+def sizes_of(lines: Sequence[ClipLine]) -> list[tuple[int, int, int]]:
+    """The sizes of videos, the largest first."""
+    return sorted({line.size for line in lines}, key=lambda x: (-np.prod(x), x))
+
+
+def open_clips(config: WanTrainConfig, collate: Callable[..., Any]) -> Dataset:
+    """Opens what `config.data` names; by default, moving digits.
+
+    Args:
+        config: config of the run.
+        collate: (clips, numbers, empty=) -> rows of a batch.
+
+    Raises:
+        ImportError: if scikit-learn is missing, which has the digits.
+        ValueError: if the data cannot be read or do not fit the model, or are fewer than two.
+    """
+    groups, path = None, config.data.path
+    if path is None:
+        from trainer.dit.wan.digits import MovingDigits, embedded
+
+        source: Any = MovingDigits(config)
+        name, known = "moving digits of scikit-learn", "moving digits"
+        empty = embedded("", config.model.text_dim)
+    else:
+        source, empty = _open_folder(path, config)
+        name, known = str(path), repr(list(source.lines))
+    count = len(source)
+    if count < 2:
+        raise InputError(
+            "Data must be at least 2 videos, of which one is held out; got "
+            f"{count} in {name!r}. Give others: --data.path."
+        )
+    held_out = min(max(1, round(config.data.validation_fraction * count)), count - 1)
+    order = np.random.default_rng(0).permutation(count)
+    parts = np.sort(order[held_out:]), np.sort(order[:held_out])
+    train, measured = (Subset(source=source, numbers=part) for part in parts)
+    if len(config.sizes) > 1:
+        of_size = {size: number for number, size in enumerate(config.sizes)}
+        sizes = np.array([of_size[line.size] for line in source.lines])
+        lengths = np.array([config.tokens_of(size) for size in config.sizes])
+        names = tuple(map(name_of, config.sizes))
+        groups = Groups(sizes[parts[0]], sizes[parts[1]], lengths, names)
+
+    def with_empty(clips: list[Clip], numbers: list[int]) -> Any:
+        return collate(clips, numbers, empty=empty)
+
+    return Dataset(
+        train=train,
+        held_out=measured,
+        collate=with_empty,
+        groups=groups,
+        description=f"{name}: {len(train):,} videos to train on, {len(measured):,} held out",
+        loss_unit="mean squared error",
+        digest=hashlib.sha256(known.encode()).hexdigest()[:16],
+    )
+
+
+def _open_folder(path: Path, config: WanTrainConfig) -> tuple[EncodedClips, np.ndarray]:
+    """The videos of a folder, and its empty text, after they were compared with the model."""
+    model, lines = config.model, read_lines(path)
+    about = read_object(path / ENCODED)
+    for name in ("channels", "text_dim"):
+        if about.get(name) != getattr(model, name):
+            raise InputError(
+                f"Videos must be encoded for the model that is trained, with model.{name}="
+                f"{getattr(model, name)}; got {about.get(name)} in {str(path / ENCODED)!r}. Encode "
+                "them with the folder of that model."
+            )
+    counts = Counter(line.size for line in lines)
+    others = {size: n for size, n in counts.items() if size not in config.sizes}
+    if others:
+        found = ", ".join(f"{n} of {name_of(size)}" for size, n in sorted(others.items())[:5])
+        raise InputError(
+            "Latents must have the sizes of the run, "
+            f"{', '.join(map(name_of, config.sizes))}; got {found} in {str(path)!r}. Leave --size "
+            "and --data.sizes out for those of the folder."
+        )
+    longest = max((line.tokens for line in lines), default=0)
+    if longest > model.text_tokens:
+        raise InputError(
+            f"Captions must have at most model.text_tokens={model.text_tokens} tokens; got "
+            f"{longest} in {str(path)!r}. Use --model.text-tokens {longest}, or shorter captions."
+        )
+    names = ("latent", *tensors_of(model))
+    return EncodedClips(folder=path, lines=lines, names=names), read_empty(path)
+
+
+def tensors_of(model: WanConfig) -> tuple[str, ...]:
+    """The tensors of a video that a model takes beside its latent."""
+    channels, image = model.first_frame == "channels", model.image_dim is not None
+    return ("text", *["given"] * channels, *["image"] * image)
+
+
+def read_empty(folder: Path) -> Float[np.ndarray, "S D"]:
+    """The text of an empty caption in a folder of encoded videos."""
+    return read_tensors(folder / EMPTY, ["text"])["text"]

@@ -1,0 +1,281 @@
+"""Settings of a run of a Wan, and of drawing videos from it. Imports no jax: `--help` is fast."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from models.sizes import check_dit_width
+from startrail_jax.errors import InputError
+from trainer.config import LoraConfig, TrainConfig, check_minimum
+from trainer.places import check_on_disk
+from trainer.task import SampleOptions
+
+MASK_CHANNELS = 4
+"""Frames of a video for each frame of a latent, each of which is given or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanConfig:
+    """Sizes of the model. The defaults are those of Wan 2.1, text to video."""
+
+    channels: int = 16
+    """Number of channels of a latent."""
+    patch: tuple[int, int, int] = (1, 2, 2)
+    """Frames, height and width of a patch; each patch is a token."""
+    width: int
+    """Number of channels of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Number of attention heads, a divisor of `width`."""
+    mlp_width: int
+    """Number of hidden channels of the MLP."""
+    text_dim: int = 4096
+    """Number of channels of an embedded token of text."""
+    text_tokens: int = 512
+    """Number of tokens to which texts are filled up with zeros."""
+    time_channels: int = 256
+    """Number of sines and cosines in which a time is coded."""
+    first_frame: Literal["none", "channels", "time"] = "none"
+    """How the model is given the first frame of a video: not at all ("none"); as latents and a mask
+    in more channels ("channels", image to video of Wan 2.1 and 2.2); or as tokens of time 0
+    ("time", the 5B model of Wan 2.2)."""
+    image_dim: int | None = None
+    """Number of channels of an embedded token of the first frame (image to video of Wan 2.1). By
+    default there are no such tokens."""
+    text_norm: bool = True
+    """Whether what attends to the text is normalised."""
+    norm_eps: float = 1e-6
+    """What norms add to the variance or the mean square."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the activations; weights and the output are float32."""
+
+    def __post_init__(self) -> None:
+        sizes = ("channels", "width", "layers", "heads", "mlp_width", "text_dim", "text_tokens")
+        for name in (*sizes, "time_channels", *(["image_dim"] if self.image_dim else [])):
+            check_minimum(f"model.{name}", getattr(self, name), 1)
+        for size in self.patch:
+            check_minimum("model.patch", size, 1)
+        check_dit_width(width=self.width, heads=self.heads, prefix="model.")
+        if self.image_dim is not None and self.first_frame != "channels":
+            raise InputError(
+                "model.image_dim is for models with model.first_frame='channels'; got "
+                f"image_dim={self.image_dim}, first_frame={self.first_frame!r}. Change one of them."
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads: as many as query heads."""
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Number of channels of a head."""
+        return self.width // self.heads
+
+    @property
+    def given_channels(self) -> int:
+        """Channels beside the noisy latent: a mask, and the latent of what is given."""
+        return MASK_CHANNELS + self.channels if self.first_frame == "channels" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig:
+    """The times at which the model is trained, from 0, a video, to 1, noise."""
+
+    times: Literal["uniform", "logit_normal"] = "uniform"
+    """Distribution of the times before the shift; "logit_normal" prefers the middle
+    (https://arxiv.org/abs/2403.03206)."""
+    shift: float = 1.0
+    """Moves times towards noise: t becomes shift * t / (1 + (shift - 1) * t). Wan is used with 3
+    for 480 lines and 5 for 720."""
+    range: tuple[float, float] = (0.0, 1.0)
+    """The least and the largest time after the shift. Each of the two models of Wan 2.2 has a range
+    of its own: 0.875 to 1 and 0 to 0.875 for text to video, split at 0.9 for image to video."""
+    dropout: float = 0.1
+    """Fraction of the examples that are shown with an empty caption, so that videos can be drawn
+    with guidance."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise InputError(
+                "diffusion.dropout must be at least 0 and below 1; got "
+                f"dropout={self.dropout}. Use 0.1, or 0 where captions are never empty."
+            )
+        if not 0 < self.shift < math.inf:
+            raise InputError(
+                f"diffusion.shift must be above 0 and finite; got shift={self.shift}. Use 1 for "
+                "none, 3 for 480 lines, 5 for 720."
+            )
+        low, high = self.range
+        if not 0 <= low < high <= 1:
+            raise InputError(
+                "diffusion.range must be two rising numbers from 0 to 1; got "
+                f"range={low} {high}. Leave it out for all times."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipConfig:
+    """Videos to train on."""
+
+    path: Path | None = None
+    """A folder that `python -m trainer.dit.encode` has written. The default is videos of moving
+    digits, which are made on the fly."""
+    validation_fraction: float = 0.1
+    """Fraction of the examples that is held out."""
+    sizes: tuple[str, ...] = ()
+    """More sizes of latents beside `size`, as FRAMESxHEIGHTxWIDTH, such as 21x60x104; `size` must
+    be the largest. A batch holds videos of one size. The default, with `path`, is the sizes that
+    the folder holds."""
+
+    def __post_init__(self) -> None:
+        check_on_disk("data.path", self.path)
+        if not 0 < self.validation_fraction < 1:
+            raise InputError(
+                "data.validation_fraction must be above 0 and below 1; got "
+                f"validation_fraction={self.validation_fraction}. Use 0.1."
+            )
+        for size in self.sizes:
+            if not re.fullmatch("[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){2}", size):
+                raise InputError(
+                    "data.sizes must be FRAMESxHEIGHTxWIDTH, three numbers from 1 to 999999; got "
+                    f"{size!r}. Write them as 21x60x104."
+                )
+        if self.sizes and self.path is None:
+            raise InputError(
+                f"data.sizes needs a folder of encoded videos; got sizes={self.sizes} without "
+                "data.path. Leave it out, or give --data.path."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanTrainConfig(TrainConfig):
+    """A training run of a Wan."""
+
+    kind: ClassVar[str] = "wan"
+    causal: ClassVar[bool] = False
+
+    model: WanConfig
+    """Sizes of the model."""
+    diffusion: FlowConfig = field(default_factory=FlowConfig)
+    """Times and captions."""
+    data: ClipConfig = field(default_factory=ClipConfig)
+    """Data to train on."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters, of self-attention, of attention to the text, and of the MLP."""
+
+    init_from: Path | None = None
+    """A folder of a pretrained Wan in the format of diffusers, or its subfolder `transformer`. Its
+    config.json defines the model; flags --model.* change it."""
+    size: tuple[int, int, int]
+    """Frames, height and width of a latent. 81 frames of 480 x 832 pixels are 21 60 104 for Wan 2.1
+    and 2.2, and 21 30 52 for the 5B model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_on_disk("init_from", self.init_from)
+        for size in self.size:
+            check_minimum("size", size, 1)
+        for size in self.sizes:
+            if any(n % patch for n, patch in zip(size, self.model.patch, strict=True)):
+                raise InputError(
+                    "model.patch must divide every size, in frames, height and width; got "
+                    f"patch={self.model.patch}, size={size}. Change one of them."
+                )
+            if math.prod(size) > math.prod(self.size):
+                raise InputError(
+                    "size must be the largest of the sizes, as the memory of a step is that of its "
+                    f"videos; got size={self.size} and {size} in data.sizes. Exchange them."
+                )
+        if len(set(self.sizes)) < len(self.sizes):
+            raise InputError(
+                "data.sizes must name each size once, and size is one of them; got "
+                f"size={self.size}, sizes={self.data.sizes}. Leave the second out."
+            )
+        absent = {"gate", "out_gate", "decay", "beta"} & {*self.lora.targets}
+        if self.freezes and absent:
+            raise InputError(
+                "lora.targets must name projections of the model; got "
+                f"{' '.join(sorted(absent))}. Use query, key, value, out, up, down."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of a video of `size`, the largest."""
+        return self.tokens_of(self.size)
+
+    def tokens_of(self, size: tuple[int, int, int]) -> int:
+        """Number of tokens of a video."""
+        return math.prod(size) // math.prod(self.model.patch)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """All sizes: `size`, and those of `data.sizes`."""
+        return (self.size, *map(read_size, self.data.sizes))
+
+    def of_size(self, size: tuple[int, int, int]) -> WanTrainConfig:
+        """The same with one size."""
+        return replace(self, size=size, data=replace(self.data, sizes=()))
+
+    @property
+    def patch_elements(self) -> int:
+        """Number of values of a latent in a patch."""
+        return math.prod(self.model.patch) * self.model.channels
+
+    @property
+    def freezes(self) -> bool:
+        return self.lora.rank is not None
+
+
+def read_size(size: str) -> tuple[int, int, int]:
+    """Frames, height and width of 21x60x104."""
+    frames, height, width = map(int, size.split("x"))
+    return frames, height, width
+
+
+def name_of(size: tuple[int, int, int]) -> str:
+    """21x60x104."""
+    return "x".join(map(str, size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoOptions(SampleOptions):
+    """What sample.py draws from a run of a Wan."""
+
+    prompt: tuple[str, ...] | None = None
+    """Captions, one row of the contact sheet for each; for a run on moving digits, such as "seven
+    left". The default is one of the held-out captions."""
+    prompt_embeddings: tuple[Path, ...] = ()
+    """Files *.safetensors with an embedded caption as `text` [S D], such as those of encoded
+    videos. Models that begin with a frame take `given` and `image` from them too."""
+    size: str | None = None
+    """Size to draw, as FRAMESxHEIGHTxWIDTH, of those that the run trains on. The default is the
+    largest."""
+    samples: int = 1
+    """Number of videos for each caption."""
+    sampler: Literal["unipc", "euler"] = "unipc"
+    """Method that turns noise into a video: UniPC (https://arxiv.org/abs/2302.04867) of order 2, as
+    in Wan, or Euler's."""
+    steps: int = 50
+    """Number of steps of the sampler."""
+    shift: float | None = None
+    """Moves the times of the steps towards noise. The default is `diffusion.shift` of the run."""
+    guidance: float | None = None
+    """Strength of classifier-free guidance. The default is 5, as in Wan, or 1 for a run with
+    `diffusion.dropout` 0."""
+    batch_size: int = 1
+    """Number of videos that are drawn at a time; fewer need less memory."""
+    seed: int = 0
+    """Seed of the noise; the videos do not depend on the mesh."""
+    out: Path | None = None
+    """File to write: *.npz for latents, or *.png for a contact sheet of digits. It must not exist.
+    The default is samples.npz, or samples.png for digits, in the folder of the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "steps", "batch_size"):
+            check_minimum(name, getattr(self, name), 1)

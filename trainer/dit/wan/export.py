@@ -1,0 +1,152 @@
+"""Writes a run of a Wan as diffusers loads it: a model, or adapters for its LoRA loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Shaped
+
+from models.hooks import Hooks
+from startrail_jax.errors import InputError
+from trainer.data.cache import check_new, write_folder
+from trainer.data.opening import read_object
+from trainer.dit.wan.config import WanTrainConfig
+from trainer.dit.wan.config_json import CONFIG, to_values
+from trainer.dit.wan.objective import VideoFlow
+from trainer.dit.wan.pretrained import TYPES
+from trainer.dit.wan.tensors import places
+from trainer.parallel.partition import ADAPTERS, path_name
+from trainer.run.folder import KEPT_FOLDER
+from trainer.weights.adapters import KERNEL, as_matrix, is_adapter, merged, restore_model
+from trainer.weights.files import DIFFUSERS
+from trainer.weights.writing import write_file, write_tensors
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer."
+"""What diffusers puts in front of the names of adapters of a pipeline's model."""
+SHARD_BYTES = 10 * 10**9
+"""Bytes of the tensors of one file, as diffusers writes them."""
+
+
+def export_wan(
+    run_dir: Path,
+    config: WanTrainConfig,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    merge: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    note: Any = print,
+) -> int:
+    """Writes the weights of a checkpoint; the folder appears only when it is whole.
+
+    Args:
+        run_dir: folder of the run.
+        config: its config.
+        out: the new folder.
+        step: the step of the checkpoint; None for the newest that is whole.
+        dtype: type of the tensors; None for those of the model with which the run began, and else
+            float32, which adapters always have.
+        merge: whether to add adapters to the weights, instead of exporting them by themselves.
+        shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
+        note: is told what the user must know about the checkpoint.
+
+    Returns:
+        The step of the checkpoint.
+
+    Raises:
+        ValueError: if the folder exists, or there are no adapters to merge.
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+        FloatingPointError: if the type cannot hold a weight.
+        OSError: if the folder cannot be written.
+    """
+    check_new("OUT", out)
+    if merge and not config.freezes:
+        raise InputError(
+            f"merge adds adapters to weights; got merge=True for {str(run_dir)!r}, a run that has "
+            "none, as it had no --lora.rank. Leave --merge out."
+        )
+    apart = config.freezes and not merge
+    kept = run_dir / KEPT_FOLDER / TYPES
+    types = read_object(kept) if kept.is_file() and dtype is None else {}
+    weights, found = restore_model(
+        run_dir, config, _shapes(config), step=step, only_trained=apart, note=note
+    )
+    arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+
+    def dtype_of(name: str) -> Any:
+        return jnp.dtype(types.get(name, dtype or "float32"))
+
+    def write(part: Path) -> None:
+        if apart:
+            write_file(part / LORA_FILE, adapter_tensors(arrays, config, jnp.dtype(dtype or "f4")))
+            return
+        shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
+        found = dict(places(shapes))
+
+        def weight(path: str, layer: int) -> Shaped[np.ndarray, "..."]:
+            stacked = found[path].stacked
+            return merged(arrays, path, layer, config.lora) if stacked else np.asarray(arrays[path])
+
+        write_tensors(found, weight, part, dtype_of, shard_bytes=shard_bytes, stem=DIFFUSERS)
+        # Last: a kill leaves a hidden folder without it.
+        (part / CONFIG).write_text(json.dumps(to_values(config.model), indent=2) + "\n")
+
+    write_folder(out, write, option="OUT")
+    return found
+
+
+def adapter_tensors(
+    arrays: Mapping[str, Any], config: WanTrainConfig, dtype: Any
+) -> dict[str, Shaped[np.ndarray, "..."]]:
+    """The tensors of a LoRA file: lora_A [rank, inputs], lora_B [outputs, rank] and alpha.
+
+    Args:
+        arrays: the adapters of a run by their paths.
+        config: its config.
+        dtype: type of the matrices.
+    """
+    lora = config.lora
+    assert lora.rank is not None, "the caller has looked"
+    shapes = {path: tuple(x.shape) for path, x in _kernels(config).items()}
+    found: dict[str, Any] = {}
+    for path, place in places(shapes):
+        pair = [arrays.get(path.removesuffix(KERNEL) + kind) for kind in ADAPTERS]
+        if pair[0] is None:
+            continue
+        for layer, name in enumerate(place.tensors):
+            stem = PREFIX + name.removesuffix(".weight")
+            for letter, kind, x in zip("AB", ADAPTERS, pair, strict=True):
+                matrix = as_matrix(np.asarray(x)[layer], kind).T.astype(dtype)
+                found[f"{stem}.lora_{letter}.weight"] = np.ascontiguousarray(matrix)
+            found[f"{stem}.alpha"] = np.array(lora.scale * lora.rank, np.float32)
+    return found
+
+
+def _kernels(config: WanTrainConfig) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(_shapes(config))
+    named = {path_name(path): x for path, x in leaves}
+    return {path: x for path, x in named.items() if path.endswith(KERNEL)}
+
+
+def _shapes(config: WanTrainConfig) -> Any:
+    """Shapes of the weights, on one device of the host."""
+    objective = VideoFlow(config)
+
+    def make_model() -> nnx.Module:
+        return objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
+
+    place = SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        nnx.state(nnx.eval_shape(make_model)),
+    )

@@ -1,0 +1,206 @@
+"""Samples of videos: what sample.py draws from a run of a Wan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Float32
+
+from startrail_jax.errors import InputError
+from trainer.dit.drawing import Drawing, save_grid, to_pixels
+from trainer.dit.flow_steps import euler, unipc
+from trainer.dit.patches import patchify
+from trainer.dit.sample import file_to_write, program_to_draw, require_new_file, save_new
+from trainer.dit.wan.batches import Clip, given_channels, padded_text
+from trainer.dit.wan.clips import open_clips, read_empty, read_tensors, tensors_of
+from trainer.dit.wan.config import VideoOptions, WanTrainConfig, name_of
+from trainer.dit.wan.digits import embedded
+from trainer.dit.wan.objective import Asked, VideoFlow
+from trainer.session import Session
+from trainer.weights.adapters import restore_model
+
+DEFAULT_GUIDANCE = 5.0
+SAMPLERS = {"unipc": unipc, "euler": euler}
+CAPTIONS = ("seven left", "three down", "zero right", "five up")
+"""What a model of moving digits draws by default."""
+SCALE = 4
+"""Pixels of a contact sheet for a pixel of a digit."""
+
+
+class _Wish(NamedTuple):
+    """What to draw."""
+
+    name: str
+    clip: Clip
+    """Its latent is that of the first frame, if the model begins with one."""
+
+
+def sample_videos(
+    run_dir: Path, config: WanTrainConfig, options: VideoOptions, session: Session
+) -> None:
+    """Draws videos with the model of a run, and writes all of them to one file, a new one.
+
+    Args:
+        run_dir: folder of the run.
+        config: config of the run.
+        options: what to draw.
+        session: the mesh to draw on.
+
+    Raises:
+        ValueError: if options and run do not fit each other or the devices.
+        OSError: if the file cannot be written.
+        CheckpointError: if there is no checkpoint, or it cannot be read.
+    """
+    run, config = config, _of_size(config, options)
+    dropout, guidance = config.diffusion.dropout, options.guidance
+    if guidance is None:
+        guidance = DEFAULT_GUIDANCE if dropout else 1.0
+    if guidance != 1 and not (dropout or config.init_from):
+        raise InputError(
+            "guidance other than 1 needs a model that has learnt to draw without a caption; got "
+            f"guidance={guidance}, dropout={dropout}. Use --guidance 1."
+        )
+    wishes, empty = _wishes(run, config, options)
+    is_digits = config.data.path is None
+    suffixes = (".png", ".npz") if is_digits else (".npz",)
+    what = "digits" if is_digits else "latents, which are no pixels"
+    out = file_to_write(run_dir, options.out, suffixes, what)
+    if session.is_first:
+        require_new_file(out, options.out)
+    rows = min(options.batch_size, len(wishes) * options.samples)
+    program = program_to_draw(config, session, VideoFlow, rows)
+    shift = config.diffusion.shift if options.shift is None else options.shift
+    sample = partial(SAMPLERS[options.sampler], steps=options.steps, shift=shift)
+    drawing = Drawing(program, sample=sample, guidance=guidance)
+    shapes = program.state_shapes.model
+    weights, step = restore_model(run_dir, config, shapes, note=session.note)
+    session.note(f"model: {run_dir} after step {step}")
+    for wish in wishes:
+        session.note(f"row: {wish.name}")
+    each = [wish.clip for wish in wishes for _ in range(options.samples)]
+    length = program.tokens_shape[1]
+    given, without = (_asked(config, each, length, text) for text in (None, empty))
+    drawn = drawing.draw(weights, given=given, without=without, seed=options.seed)
+    videos = [_with_first(config, *pair) for pair in zip(drawn, each, strict=True)]
+
+    def write(file: IO[bytes]) -> None:
+        if out.suffix == ".npz":
+            names = [wish.name for wish in wishes for _ in range(options.samples)]
+            np.savez(file, latents=np.stack(videos), captions=np.array(names))
+        else:
+            save_grid([to_pixels(x) for x in videos], file, columns=options.samples, scale=SCALE)
+
+    if session.is_first:
+        session.note(f"{len(videos)} videos: {save_new(out, write)}")
+
+
+def _of_size(config: WanTrainConfig, options: VideoOptions) -> WanTrainConfig:
+    """The config of the size to draw."""
+    sizes = {name_of(size): size for size in config.sizes}
+    if options.size is not None and options.size not in sizes:
+        raise InputError(
+            "--size must be one that the run trains on, as FRAMESxHEIGHTxWIDTH; got "
+            f"{options.size!r}. Choose from {', '.join(sizes)}."
+        )
+    return config.of_size(config.size if options.size is None else sizes[options.size])
+
+
+def _wishes(
+    run: WanTrainConfig, config: WanTrainConfig, options: VideoOptions
+) -> tuple[list[_Wish], Float[np.ndarray, "S D"]]:
+    """What is drawn, and the text of nothing.
+
+    Args:
+        run: config of the run.
+        config: the same of the size to draw.
+        options: what is wanted.
+
+    Raises:
+        ValueError: if a caption or a file cannot be used.
+    """
+    files, prompts, text_dim = options.prompt_embeddings, options.prompt, config.model.text_dim
+    if config.data.path is None:
+        if files:
+            raise InputError(
+                "A model of moving digits draws captions; got --prompt-embeddings. Use --prompt, "
+                "for example --prompt 'seven left'."
+            )
+        latent = np.zeros((*config.size, config.model.channels), np.float32)
+        captions = prompts or CAPTIONS
+        found = [_Wish(x, Clip(latent, embedded(x, text_dim))) for x in captions]
+        return found, embedded("", text_dim)
+    if prompts is not None:
+        raise InputError(
+            "--prompt is for models of moving digits; got a run on encoded videos. Use "
+            "--prompt-embeddings FILE, a file of the folder `clips` of encoded videos."
+        )
+    empty = read_empty(config.data.path)
+    if files:
+        return [_Wish(str(path), _clip_of(path, config)) for path in files], empty
+    held_out: Any = open_clips(run, list).held_out
+    for index, number in enumerate(held_out.numbers):
+        line = held_out.source.lines[number]
+        if line.size == config.size:
+            return [_Wish(line.caption, held_out[index])], empty
+    raise InputError(
+        f"A video of the size to draw must be held out; got none of {name_of(config.size)}. Use "
+        "--prompt-embeddings FILE, or another --size."
+    )
+
+
+def _clip_of(path: Path, config: WanTrainConfig) -> Clip:
+    """What a file asks for."""
+    model = config.model
+    names = [*tensors_of(model), *["latent"] * (model.first_frame == "time")]
+    found = read_tensors(path, names)
+    shape = (*config.size, model.channels)
+    for name, x in found.items():
+        is_latent = name in ("given", "latent")
+        wanted = shape if is_latent else ("any", getattr(model, f"{name}_dim"))
+        if x.shape != wanted and (is_latent or x.ndim != 2 or x.shape[1] != wanted[1]):
+            raise InputError(
+                f"{name} must have the shape [{', '.join(map(str, wanted))}] for this model and "
+                f"size; got {list(x.shape)} in {str(path)!r}. Use a file that was "
+                "encoded for this model."
+            )
+    return Clip(**{"latent": np.zeros(shape, np.float32)} | found)
+
+
+def _asked(config: WanTrainConfig, clips: Sequence[Clip], length: int, text: Any) -> Asked:
+    """What the model is asked for, one row for each video.
+
+    Args:
+        config: config of the run.
+        clips: what is drawn.
+        length: tokens of a row.
+        text: the text of all of them; None for their own.
+    """
+    model = config.model
+
+    def patches(x: Float[np.ndarray, "F H W C"]) -> Float32[np.ndarray, "T P"]:
+        found = patchify(x.astype(np.float32), model.patch)
+        return np.pad(found, ((0, length - len(found)), (0, 0)))
+
+    given = image = None
+    if model.first_frame == "time":
+        given = np.stack([patches(clip.latent) for clip in clips])
+    elif model.first_frame == "channels":
+        given = np.stack([patches(given_channels(clip.given)) for clip in clips])
+    if model.image_dim is not None:
+        images: list[Any] = [clip.image for clip in clips]
+        image = np.stack(images)
+    texts = [padded_text(clip.text if text is None else text, model.text_tokens) for clip in clips]
+    return Asked(np.stack(texts), given, image)
+
+
+def _with_first(
+    config: WanTrainConfig, video: Float32[np.ndarray, "F H W C"], clip: Clip
+) -> Float32[np.ndarray, "F H W C"]:
+    """A video whose first frame is the one that is given, if the model takes it as it is."""
+    if config.model.first_frame == "time":
+        video[0] = clip.latent[0]
+    return video

@@ -1,0 +1,89 @@
+"""Low-rank adapters of a run: read with the frozen weights, and merged into them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, PyTree, Shaped
+
+from trainer.checkpoints.reading import restore_frozen, restore_weights
+from trainer.config import LoraConfig, TrainConfig
+from trainer.parallel.partition import ADAPTERS, join_frozen, split_frozen
+from trainer.run.folder import FROZEN_FOLDER
+from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
+
+KERNEL = "kernel"
+
+
+def restore_model(
+    run_dir: Path,
+    config: TrainConfig,
+    shapes: Any,
+    *,
+    step: int | None = None,
+    only_trained: bool = False,
+    note: Callable[[str], object],
+) -> tuple[PyTree[Shaped[Array, "..."]], int]:
+    """Reads the weights of a run, also while it trains.
+
+    Args:
+        run_dir: folder of the run.
+        config: its config.
+        shapes: shapes, types and shardings of all weights.
+        step: the step of the checkpoint; None for the newest that is whole.
+        only_trained: whether to leave out those that are frozen.
+        note: is told what the user must know.
+
+    Returns:
+        A tree like `shapes`; and the step at which it was saved.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint.
+        ValueError: if it belongs to another model.
+    """
+    trained, frozen = split_frozen(shapes)
+    weights, found = restore_weights(
+        run_dir / CHECKPOINTS_FOLDER, trained, model_flags(config), step=step, note=note
+    )
+    if only_trained:
+        return weights, found
+    base = restore_frozen(run_dir / FROZEN_FOLDER, frozen, note=note)
+    return join_frozen(weights, base), found
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a weight, such as blocks/attention/query/lora_a, is part of an adapter."""
+    return path.rpartition("/")[2] in ADAPTERS
+
+
+def as_matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inputs outputs"]:
+    """A matrix of an adapter of one layer, with a single dimension beside the rank."""
+    return x.reshape(-1, x.shape[-1]) if kind == ADAPTERS[0] else x.reshape(x.shape[0], -1)
+
+
+def merged(
+    arrays: Mapping[str, Any], path: str, layer: int, lora: LoraConfig
+) -> Float[np.ndarray, "..."]:
+    """A kernel of one layer with its adapter, in float32: W + scale * A B.
+
+    Args:
+        arrays: the weights of a model by their paths.
+        path: of the kernel; one without adapters stays as it is.
+        layer: number of the layer.
+        lora: adapters of the run.
+    """
+    weight = np.asarray(arrays[path])[layer]
+    part, _, kind = path.rpartition("/")
+    names = [f"{part}/{kind}" for kind in ADAPTERS]
+    if kind != KERNEL or names[0] not in arrays:
+        return weight
+    a, b = (
+        as_matrix(np.asarray(arrays[name])[layer], kind)
+        for name, kind in zip(names, ADAPTERS, strict=True)
+    )
+    assert math.prod(weight.shape) == a.shape[0] * b.shape[1], "they belong to the kernel"
+    return weight.astype(np.float32) + lora.scale * (a @ b).reshape(weight.shape)
