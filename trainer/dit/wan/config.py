@@ -248,11 +248,21 @@ class VideoOptions(SampleOptions):
     """What sample.py draws from a run of a Wan."""
 
     prompt: tuple[str, ...] | None = None
-    """Captions, one row of the contact sheet for each; for a run on moving digits, such as "seven
-    left". The default is one of the held-out captions."""
+    """Captions, one row of the contact sheet for each: of moving digits, such as "seven left", or
+    with `decode` any. The default is one of the held-out captions."""
     prompt_embeddings: tuple[Path, ...] = ()
     """Files *.safetensors with an embedded caption as `text` [S D], such as those of encoded
     videos. Models that begin with a frame take `given` and `image` from them too."""
+    image: Path | None = None
+    """The first frame of the videos, for a model that begins with one; `decode` must be given."""
+    decode: Path | None = None
+    """Folder of the model in the format of diffusers: its VAE makes mp4 files, and its text encoder
+    embeds `prompt`. Needs the extra video."""
+    decode_device: str = "cpu"
+    """Device of PyTorch for that. "cuda" needs memory that jax has left:
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.6."""
+    rate: int = 16
+    """Frames in a second of mp4 files."""
     size: str | None = None
     """Size to draw, as FRAMESxHEIGHTxWIDTH, of those that the run trains on. The default is the
     largest."""
@@ -273,9 +283,22 @@ class VideoOptions(SampleOptions):
     seed: int = 0
     """Seed of the noise; the videos do not depend on the mesh."""
     out: Path | None = None
-    """File to write: *.npz for latents, or *.png for a contact sheet of digits. It must not exist.
-    The default is samples.npz, or samples.png for digits, in the folder of the run."""
+    """What to write, which must not exist: *.npz for latents, *.png for a contact sheet of digits,
+    or with `decode` a folder for mp4 files and a contact sheet. The default is `samples` in the
+    folder of the run, with what it ends in, or samples-2 and so on where there are others."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "steps", "batch_size"):
+        for name in ("samples", "steps", "batch_size", "rate"):
             check_minimum(name, getattr(self, name), 1)
+        check_on_disk("image", self.image)
+        check_on_disk("decode", self.decode)
+        if self.image is not None and self.decode is None:
+            raise InputError(
+                f"--image is encoded by the VAE of a folder; got {str(self.image)!r} without "
+                "--decode. Add --decode FOLDER."
+            )
+        if self.prompt_embeddings and (self.prompt or self.image):
+            raise InputError(
+                "--prompt-embeddings hold captions and first frames; got --prompt or --image too. "
+                "Leave one of them out."
+            )

@@ -29,9 +29,10 @@ from trainer.weights.adapters import KERNEL, as_matrix, is_adapter, merged, rest
 from trainer.weights.files import DIFFUSERS
 from trainer.weights.writing import write_file, write_tensors
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
-PREFIX = "transformer."
-"""What diffusers puts in front of the names of adapters of a pipeline's model."""
+LORA_FILE, PEFT_FILE = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
+PREFIXES = {LORA_FILE: "transformer.", PEFT_FILE: "base_model.model."}
+"""File -> what diffusers and PEFT put in front of the names of a model."""
+PEFT_CONFIG = "adapter_config.json"
 SHARD_BYTES = 10 * 10**9
 """Bytes of the tensors of one file, as diffusers writes them."""
 
@@ -88,7 +89,10 @@ def export_wan(
 
     def write(part: Path) -> None:
         if apart:
-            write_file(part / LORA_FILE, adapter_tensors(arrays, config, jnp.dtype(dtype or "f4")))
+            matrices = adapter_tensors(arrays, config, jnp.dtype(dtype or "float32"))
+            for file, prefix in PREFIXES.items():
+                write_file(part / file, {prefix + name: x for name, x in matrices.items()})
+            (part / PEFT_CONFIG).write_text(json.dumps(peft_values(matrices, config), indent=2))
             return
         shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
         found = dict(places(shapes))
@@ -108,7 +112,9 @@ def export_wan(
 def adapter_tensors(
     arrays: Mapping[str, Any], config: WanTrainConfig, dtype: Any
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """The tensors of a LoRA file: lora_A [rank, inputs], lora_B [outputs, rank] and alpha.
+    """The tensors of a LoRA file: lora_A [rank, inputs] and lora_B [outputs, rank].
+
+    The scale of the adapters is part of B, as not all libraries read an alpha from such a file.
 
     Args:
         arrays: the adapters of a run by their paths.
@@ -116,7 +122,6 @@ def adapter_tensors(
         dtype: type of the matrices.
     """
     lora = config.lora
-    assert lora.rank is not None, "the caller has looked"
     shapes = {path: tuple(x.shape) for path, x in _kernels(config).items()}
     found: dict[str, Any] = {}
     for path, place in places(shapes):
@@ -124,12 +129,25 @@ def adapter_tensors(
         if pair[0] is None:
             continue
         for layer, name in enumerate(place.tensors):
-            stem = PREFIX + name.removesuffix(".weight")
-            for letter, kind, x in zip("AB", ADAPTERS, pair, strict=True):
-                matrix = as_matrix(np.asarray(x)[layer], kind).T.astype(dtype)
-                found[f"{stem}.lora_{letter}.weight"] = np.ascontiguousarray(matrix)
-            found[f"{stem}.alpha"] = np.array(lora.scale * lora.rank, np.float32)
+            stem = name.removesuffix(".weight")
+            for letter, kind, x, scale in zip("AB", ADAPTERS, pair, (1, lora.scale), strict=True):
+                matrix = scale * as_matrix(np.asarray(x)[layer], kind).T
+                found[f"{stem}.lora_{letter}.weight"] = np.ascontiguousarray(matrix.astype(dtype))
     return found
+
+
+def peft_values(matrices: Mapping[str, Any], config: WanTrainConfig) -> dict[str, Any]:
+    """The adapter_config.json of PEFT."""
+    rank = config.lora.rank
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted({name.rpartition(".lora_")[0] for name in matrices}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 def _kernels(config: WanTrainConfig) -> dict[str, Any]:

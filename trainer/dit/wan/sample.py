@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from startrail_jax.errors import InputError
+from trainer.data.cache import write_folder
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.flow_steps import euler, unipc
 from trainer.dit.patches import patchify
@@ -20,6 +21,8 @@ from trainer.dit.wan.clips import open_clips, read_empty, read_tensors, tensors_
 from trainer.dit.wan.config import VideoOptions, WanTrainConfig, name_of
 from trainer.dit.wan.digits import embedded
 from trainer.dit.wan.objective import Asked, VideoFlow
+from trainer.dit.wan.pipelines import TorchModels
+from trainer.dit.wan.videos import read_image, write_video
 from trainer.session import Session
 from trainer.weights.adapters import restore_model
 
@@ -29,6 +32,8 @@ CAPTIONS = ("seven left", "three down", "zero right", "five up")
 """What a model of moving digits draws by default."""
 SCALE = 4
 """Pixels of a contact sheet for a pixel of a digit."""
+FRAMES_SHOWN, SHEET_PIXELS = 8, 320
+"""Frames of a video on a contact sheet, and the largest width of one."""
 
 
 class _Wish(NamedTuple):
@@ -64,13 +69,17 @@ def sample_videos(
             "guidance other than 1 needs a model that has learnt to draw without a caption; got "
             f"guidance={guidance}, dropout={dropout}. Use --guidance 1."
         )
-    wishes, empty = _wishes(run, config, options)
     is_digits = config.data.path is None
-    suffixes = (".png", ".npz") if is_digits else (".npz",)
-    what = "digits" if is_digits else "latents, which are no pixels"
+    suffixes, what = (".npz",), "latents, which are no pixels"
+    if is_digits:
+        suffixes, what = (".png", ".npz"), "digits"
+    elif options.decode is not None:
+        suffixes, what = ("",), "a folder"
     out = file_to_write(run_dir, options.out, suffixes, what)
     if session.is_first:
         require_new_file(out, options.out)
+    torch_models = _torch_models(config, options)
+    wishes, empty = _wishes(run, config, options, torch_models)
     rows = min(options.batch_size, len(wishes) * options.samples)
     program = program_to_draw(config, session, VideoFlow, rows)
     shift = config.diffusion.shift if options.shift is None else options.shift
@@ -86,16 +95,67 @@ def sample_videos(
     given, without = (_asked(config, each, length, text) for text in (None, empty))
     drawn = drawing.draw(weights, given=given, without=without, seed=options.seed)
     videos = [_with_first(config, *pair) for pair in zip(drawn, each, strict=True)]
+    names = [wish.name for wish in wishes for _ in range(options.samples)]
 
-    def write(file: IO[bytes]) -> None:
+    def write_one(file: IO[bytes]) -> None:
         if out.suffix == ".npz":
-            names = [wish.name for wish in wishes for _ in range(options.samples)]
             np.savez(file, latents=np.stack(videos), captions=np.array(names))
         else:
             save_grid([to_pixels(x) for x in videos], file, columns=options.samples, scale=SCALE)
 
-    if session.is_first:
-        session.note(f"{len(videos)} videos: {save_new(out, write)}")
+    if not session.is_first:
+        return
+    if torch_models is None:
+        session.note(f"{len(videos)} videos: {save_new(out, write_one)}")
+        return
+    number, place = 1, out
+    while place.exists():
+        number, place = number + 1, out.with_name(f"{out.name}-{number + 1}")
+    write = partial(_write_videos, torch_models, videos, options.rate)
+    write_folder(place, write, option="--out")
+    session.note(f"{len(videos)} videos: {place}")
+
+
+def _write_videos(
+    models: TorchModels,
+    latents: Sequence[Float32[np.ndarray, "F H W C"]],
+    rate: int,
+    folder: Path,
+) -> None:
+    """Writes every video as an mp4 file, and some frames of each in a row of sheet.png."""
+    rows = []
+    for number, latent in enumerate(latents):
+        frames = models.decoded(latent)
+        write_video(folder / f"{number}.mp4", frames, rate=rate)
+        shown = np.linspace(0, len(frames) - 1, min(FRAMES_SHOWN, len(frames))).round().astype(int)
+        step = -(-frames.shape[2] // SHEET_PIXELS)
+        rows.append(np.concatenate(list(frames[shown, ::step, ::step]), axis=1))
+    with (folder / "sheet.png").open("wb") as file:
+        save_grid(rows, file, columns=1, scale=1)
+
+
+def _torch_models(config: WanTrainConfig, options: VideoOptions) -> TorchModels | None:
+    """VAE and encoders, if they are wanted.
+
+    Raises:
+        ValueError: if they are those of another model.
+    """
+    if options.decode is None:
+        return None
+    if config.data.path is None:
+        raise InputError(
+            "--decode is for latents; got a run on moving digits, whose videos are pixels. Leave "
+            "it out."
+        )
+    texts = options.prompt is not None or options.image is not None
+    models = TorchModels(options.decode, texts=texts, device=options.decode_device)
+    if models.channels != config.model.channels:
+        raise InputError(
+            "--decode must be the folder of the model of the run, with latents of "
+            f"{config.model.channels} channels; got {models.channels} in {str(options.decode)!r}. "
+            "Give the other folder."
+        )
+    return models
 
 
 def _of_size(config: WanTrainConfig, options: VideoOptions) -> WanTrainConfig:
@@ -110,7 +170,10 @@ def _of_size(config: WanTrainConfig, options: VideoOptions) -> WanTrainConfig:
 
 
 def _wishes(
-    run: WanTrainConfig, config: WanTrainConfig, options: VideoOptions
+    run: WanTrainConfig,
+    config: WanTrainConfig,
+    options: VideoOptions,
+    torch_models: TorchModels | None,
 ) -> tuple[list[_Wish], Float[np.ndarray, "S D"]]:
     """What is drawn, and the text of nothing.
 
@@ -118,6 +181,7 @@ def _wishes(
         run: config of the run.
         config: the same of the size to draw.
         options: what is wanted.
+        torch_models: what embeds captions, if it is wanted.
 
     Raises:
         ValueError: if a caption or a file cannot be used.
@@ -133,12 +197,17 @@ def _wishes(
         captions = prompts or CAPTIONS
         found = [_Wish(x, Clip(latent, embedded(x, text_dim))) for x in captions]
         return found, embedded("", text_dim)
-    if prompts is not None:
-        raise InputError(
-            "--prompt is for models of moving digits; got a run on encoded videos. Use "
-            "--prompt-embeddings FILE, a file of the folder `clips` of encoded videos."
-        )
     empty = read_empty(config.data.path)
+    if prompts is not None:
+        if torch_models is None:
+            raise InputError(
+                "--prompt needs the text encoder of the model; got no --decode FOLDER. Add it, or "
+                "use --prompt-embeddings FILE, a file of the folder `clips` of encoded videos."
+            )
+        first = _first_frame(config, options.image, torch_models)
+        texts = [torch_models.text(x, most=config.model.text_tokens) for x in prompts]
+        pairs = zip(prompts, texts, strict=True)
+        return [_Wish(x, Clip(text=text, **first)) for x, text in pairs], empty
     if files:
         return [_Wish(str(path), _clip_of(path, config)) for path in files], empty
     held_out: Any = open_clips(run, list).held_out
@@ -150,6 +219,33 @@ def _wishes(
         f"A video of the size to draw must be held out; got none of {name_of(config.size)}. Use "
         "--prompt-embeddings FILE, or another --size."
     )
+
+
+def _first_frame(
+    config: WanTrainConfig, image: Path | None, torch_models: TorchModels
+) -> dict[str, Any]:
+    """What the model is given of the first frame; a latent of 0 if it begins with none."""
+    model, (frames, height, width) = config.model, config.size
+    if (image is None) != (model.first_frame == "none"):
+        raise InputError(
+            "--image must be given for a model that begins with a frame, and for no other; got "
+            f"first_frame={model.first_frame!r}, image={image}. "
+            f"{'Add' if image is None else 'Leave out'} --image."
+        )
+    latent = np.zeros((*config.size, model.channels), np.float32)
+    if image is None:
+        return {"latent": latent}
+    count = (frames - 1) * torch_models.frames_of_latent + 1
+    pixels = torch_models.pixels_of_latent
+    shown = read_image(image, height * pixels, width * pixels)
+    found = torch_models.video(np.repeat(shown[None], count, axis=0))
+    missing = [x for x in tensors_of(model) if x not in ("text", *found)]
+    if missing:
+        raise InputError(
+            f"--decode must be the folder of the model of the run, which gives {missing[0]}; got "
+            "another. Give the folder with which the videos were encoded."
+        )
+    return {name: found[name] for name in ("latent", *tensors_of(model)) if name != "text"}
 
 
 def _clip_of(path: Path, config: WanTrainConfig) -> Clip:

@@ -1,0 +1,218 @@
+"""Files of videos: found with their captions, read in the size and at the rate that is wanted, and
+written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from startrail_jax.errors import InputError, UserError
+from trainer.data.files import walk_files
+from trainer.data.opening import reading
+from trainer.errors import MissingPackageError
+
+SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+"""Formats of images. For some others, Pillow would start programs."""
+
+
+class Video(NamedTuple):
+    """A file, and what it shows."""
+
+    file: str
+    """Its path in the folder of videos."""
+    caption: str
+
+
+class Shape(NamedTuple):
+    """What videos are brought to."""
+
+    frames: tuple[int, ...]
+    """Numbers of frames: a video has the largest for which it is long enough."""
+    sizes: tuple[tuple[int, int], ...]
+    """Height and width, in pixels: a video has that of the nearest proportions."""
+    rate: float
+    """Frames in a second."""
+
+
+def find_videos(folder: Path, captions: Path | None) -> list[Video]:
+    """The videos of a folder and of its subfolders, with their captions.
+
+    Args:
+        folder: the folder.
+        captions: a JSONL file with `file`, a path in the folder, and `caption`; None for a file
+            NAME.txt beside each NAME.mp4.
+
+    Raises:
+        ValueError: if there are none, or one has no caption.
+    """
+    with reading(folder):
+        files = sorted(x for x in walk_files(folder) if _suffix(x) in SUFFIXES)
+    if not files:
+        raise InputError(
+            f"VIDEOS must hold files {', '.join(SUFFIXES)}; got none in {str(folder)!r}. Give "
+            "another folder."
+        )
+    known = {} if captions is None else dict(_lines(captions))
+    found, lacking = [], []
+    for file in files:
+        beside = (folder / file).with_suffix(".txt")
+        if captions is None and beside.is_file():
+            with reading(beside):
+                known[file] = beside.read_text().strip()
+        if known.get(file):
+            found.append(Video(file, known[file]))
+        else:
+            lacking.append(file)
+    if lacking:
+        where = f"in {str(captions)!r}" if captions else "in a file NAME.txt beside NAME.mp4"
+        raise InputError(
+            f"Every video must have a caption {where}; got {len(lacking)} of {len(files)} without, "
+            f"such as {lacking[0]!r}. Write them, or remove these videos."
+        )
+    return found
+
+
+def _suffix(file: str) -> str:
+    return PurePosixPath(file).suffix.lower()
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    with reading(path):
+        text = path.read_text()
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            values = json.loads(line)
+            yield str(values["file"]), str(values["caption"]).strip()
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"Line {number} of {str(path)!r} must be a JSON object with file and caption; got "
+                f"{line[:60]!r}. Correct it."
+            ) from error
+
+
+def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
+    """The frames of a video: those that are shown at multiples of 1 / rate, scaled until they cover
+    the size, and cut at the edges.
+
+    Raises:
+        ImportError: if a package is missing.
+        ValueError: if it is damaged, turned, or shorter than any number of frames.
+    """
+    from PIL import Image, ImageOps
+
+    found: list[np.ndarray] = []
+    size, last = None, None
+    with _opened(path) as container:
+        for frame in container.decode(video=0):
+            if frame.time is None or getattr(frame, "rotation", 0):
+                raise InputError(
+                    f"Frames must have times and be upright; got {str(path)!r}, where they do not. "
+                    "Write it anew: ffmpeg -i OLD NEW.mp4."
+                )
+            # The last frame is shown until this one.
+            while last is not None and len(found) / shape.rate < frame.time - 1e-6:
+                found.append(last)
+            if len(found) >= max(shape.frames):
+                break
+            image = frame.to_image()
+            size = size or nearest_size(image.height, image.width, shape.sizes)
+            height, width = size
+            last = np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC))
+            if not found:
+                found.append(last)
+        else:
+            if last is not None:
+                found.append(last)
+    fitting = [n for n in shape.frames if n <= len(found)]
+    if not fitting:
+        raise InputError(
+            f"Videos must have at least {min(shape.frames)} frames at {shape.rate:g} a second; got "
+            f"{len(found)} in {str(path)!r}. Remove it, or use a smaller --frames."
+        )
+    return np.stack(found[: max(fitting)])
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An open video; an error unless it is whole, be it while it is read."""
+    try:
+        import av  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingPackageError(
+            f"Videos are read with PyAV; got {error}. Run: pip install -e '.[video]'"
+        ) from error
+    try:
+        with av.open(str(path)) as container:
+            yield container
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # For damaged files, PyAV raises many types.
+        raise InputError(
+            f"{str(path)!r} must be a whole video; got {type(error).__name__}: {error}. Remove or "
+            "restore it."
+        ) from error
+
+
+def read_image(path: Path, height: int, width: int) -> UInt8[np.ndarray, "H W 3"]:
+    """An image, scaled until it covers the size, and cut at the edges.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise InputError(
+            f"--image must be a whole image, as {', '.join(FORMATS)}; got {error} in "
+            f"{str(path)!r}. Give another."
+        ) from error
+    return np.asarray(ImageOps.fit(upright, (width, height), Image.Resampling.BICUBIC))
+
+
+def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The size of the nearest proportions and, among those, of the nearest area.
+
+    Ratios are exact, so that the answer is the same everywhere.
+    """
+
+    def distance(size: tuple[int, int]) -> tuple[Fraction, Fraction]:
+        rows, columns = size
+        return _ratio(height * columns, width * rows), _ratio(height * width, rows * columns)
+
+    return min(sizes, key=distance)
+
+
+def _ratio(a: int, b: int) -> Fraction:
+    return Fraction(max(a, b), min(a, b))
+
+
+def write_video(path: Path, frames: UInt8[np.ndarray, "N H W 3"], *, rate: int) -> None:
+    """Writes an mp4 with H.264.
+
+    Raises:
+        ImportError: if PyAV is missing.
+    """
+    import av  # pyright: ignore[reportMissingImports]
+
+    _, height, width, _ = frames.shape
+    with av.open(str(path), "w", format="mp4") as container:
+        stream: Any = container.add_stream("libx264", rate=rate, options={"crf": "16"})
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        for frame in frames:
+            for packet in stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
