@@ -15,7 +15,7 @@ def dit_video() -> WanTrainConfig:
     return WanTrainConfig(
         model=WanConfig(
             channels=1,
-            patch=(1, 4, 4),
+            patch=(1, 2, 2),
             width=96,
             layers=4,
             heads=4,
@@ -25,8 +25,8 @@ def dit_video() -> WanTrainConfig:
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=0.0),
         steps=2500,
-        batch_size=32,
-        size=(5, 16, 16),
+        batch_size=16,
+        size=(5, 12, 12),
         ema_decay=0.995,
         validation_sequences=256,
         run_dir=Path("runs/dit_video"),

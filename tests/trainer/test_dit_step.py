@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import chex
 import jax
@@ -14,7 +13,7 @@ from programs import make_dit_config, train_steps
 from programs import make_program as program_of
 from trainer.data.batches import NO_EXAMPLE, place
 from trainer.dit.batches import image_batch
-from trainer.dit.config import DiffusionConfig, ImageConfig
+from trainer.dit.config import DiffusionConfig
 from trainer.dit.diffusion import estimates
 from trainer.dit.images import Example
 
@@ -98,64 +97,6 @@ def test_text_is_divided_among_the_devices_like_the_image():
     many, _ = train(make_program(STARTRAIL, PADDED), state)
     assert many[-5:, 0].mean() < 0.7 * many[:5, 0].mean()
     np.testing.assert_allclose(many[:, 0], one[:, 0], rtol=1e-4)
-
-
-# Three sizes, two of which have as many tokens; images of the last are padded on 8 devices.
-OF_SIZES = {
-    "size": (1, 8, 16),
-    "data": ImageConfig(path=Path("images"), sizes=("16x8", "6x10")),
-}
-SIZES = make_dit_config(**OF_SIZES)
-
-
-def batch_of_size(program, step):
-    """The batch of a step, of one size after another."""
-    config = program.config
-    size = config.sizes[step % len(config.sizes)]
-    rng = np.random.default_rng(step)
-    numbers = [step * config.batch_size + row for row in range(config.batch_size)]
-    examples = [
-        Example(rng.normal(label - 1, 0.1, (*size, 2)).astype(np.float32), np.int32(label))
-        for label in rng.integers(config.model.classes, size=config.batch_size)
-    ]
-    made = image_batch(examples, numbers, config=config, layout=program.attention.layout)
-    return place(made, program.batch_sharding)
-
-
-SEVERAL = {
-    "data, zero 3, accumulation": (
-        *(SIZES, st.Degrees(data=2, ring=4), {"zero": 3, "gradient_accumulation": 2}),
-    ),
-    "tensor, zero 1": (SIZES, st.Degrees(tensor=2, team=2), {"zero": 1}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "degrees", "changes"), SEVERAL.values(), ids=SEVERAL.keys())
-def test_steps_of_several_sizes_do_not_depend_on_how_they_run(config, degrees, changes):
-    state = initial_state(config)
-    runs = (make_program(st.Degrees(), config), make_program(degrees, config, **changes))
-    (one, last), (many, found) = (train(x, state, 6, batch_of_size) for x in runs)
-    np.testing.assert_allclose(many, one, rtol=1e-4)
-    assert_near(found.weights, last.weights)
-
-
-@pytest.mark.slow
-def test_a_step_of_several_sizes_is_that_of_a_run_with_one_of_them():
-    """To the bit: loss, gradient norm and the state after it; and the losses that are measured."""
-    state = initial_state(SIZES)
-    program = make_program(STARTRAIL, SIZES)
-    for number, size in enumerate(SIZES.sizes):
-        alone = make_program(STARTRAIL, SIZES.of_size(size))
-
-        def own(program, _, number=number):
-            return batch_of_size(make_program(STARTRAIL, SIZES), number)
-
-        found, wanted = (train(x, state, 1, own) for x in (program, alone))
-        chex.assert_trees_all_equal(*map(jax.device_get, (found, wanted)))
-        weights = found[1].weights
-        measured = [x.losses(weights, own(x, 0)) for x in (program, alone)]
-        chex.assert_trees_all_equal(*map(jax.device_get, measured))
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from programs import interrupt_after, logged_steps, run_python, shared_programs
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.config import AttentionConfig, MeshConfig
-from trainer.dit.config import ImageConfig
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.run.folder import current_versions
 
@@ -190,7 +189,6 @@ WRONG_PARTS = {
     ],
 }
 NPZ = {"path": Path("x.npz")}
-FOLDER = {"path": Path("images")}
 
 
 WRONG_PARTS_OF_A_DIT = {
@@ -198,11 +196,6 @@ WRONG_PARTS_OF_A_DIT = {
         {"ema_decay": 1.0},
         ({"size": (1, 7, 8)}, "patch=(1, 2, 2"),
         ({"size": (0, 8, 8)}, "size=0"),
-        ({"data": ImageConfig(sizes=("4x8", "4x7"), **FOLDER)}, "data.sizes", "size=(1, 4, 7)"),
-        ({"data": ImageConfig(sizes=("4x8", "10x8"), **FOLDER)}, "size must", "10x8"),
-        ({"data": ImageConfig(sizes=("4x8", "4x8"), **FOLDER)}, "once", "'4x8', '4x8'"),
-        ({"data": ImageConfig(sizes=("8x8",), **FOLDER)}, "once"),
-        ({"size": (2, 8, 8), "data": ImageConfig(sizes=("4x8",), **FOLDER)}, "one frame"),
     ],
     "model": [
         *({"heads": 5}, {"classes": -1}),
@@ -211,13 +204,8 @@ WRONG_PARTS_OF_A_DIT = {
     ],
     "diffusion": [{"dropout": 1.0}],
     "data": [
-        *({"validation_fraction": 0.0}, {"resize": "pad"}, {"latent_scale": 0.5}),
-        ({"resize": "pad"} | NPZ, "resize='pad'"),
+        *({"validation_fraction": 0.0}, {"latent_scale": 0.5}),
         ({"latent_scale": 0.0} | NPZ, "latent_scale=0.0"),
-        ({"sizes": ("4x8",)} | NPZ, "data.sizes needs a folder"),
-        ({"sizes": ("4x8",)}, "data.sizes needs a folder"),
-        ({"sizes": ("4x8", "4x0")} | FOLDER, "got '4x0'"),
-        ({"sizes": ("4x8x2",)} | FOLDER, "got '4x8x2'"),
     ],
 }
 

@@ -18,7 +18,7 @@ from startrail_jax.errors import InputError
 from train import read_command_line
 from trainer.dit.wan.batches import IMAGE_TOKENS, clip_batch
 from trainer.dit.wan.clips import open_clips
-from trainer.dit.wan.config import ClipConfig
+from trainer.dit.wan.config import ClipConfig, FlowConfig
 from trainer.dit.wan.digits import STEPS, MovingDigits, embedded
 
 pytestmark = pytest.mark.quick
@@ -260,6 +260,20 @@ def test_unknown_words_are_named():
 def test_settings_of_data_are_checked(settings, words):
     with refused(InputError, words):
         ClipConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(dropout=1.0), "dropout=1.0"),
+        (dict(shift=0.0), "shift=0.0"),
+        (dict(range=(0.5, 0.5)), "range=0.5 0.5"),
+        (dict(range=(0.5, 1.5)), "range=0.5 1.5"),
+    ],
+)
+def test_times_are_checked(settings, words):
+    with refused(InputError, words):
+        FlowConfig(**settings)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ Imports no jax: `--help` must be fast.
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -83,28 +82,17 @@ class DiffusionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig:
-    """Images or latents to train on."""
+    """Latents to train on."""
 
     path: Path | None = None
-    """A folder of images, with a subfolder for each class, or an *.npz file of latents. The default
-    is the handwritten digits that come with scikit-learn."""
+    """An *.npz file with the arrays `latents` [N F H W C] and, for a model with classes, `labels`
+    [N]. The default is the handwritten digits that come with scikit-learn."""
     validation_fraction: float = 0.1
     """Fraction of the examples that is held out."""
-    resize: Literal["crop", "pad", "stretch"] | None = None
-    """How images of another size are changed to `size`: "crop" scales an image until it covers the
-    size, and cuts the edges off; "pad" scales it until it fits, and adds black edges; "stretch"
-    changes its proportions. By default, images of another size are an error."""
-    sizes: tuple[str, ...] = ()
-    """More sizes of images beside `size`, as HEIGHTxWIDTH, such as 192x320; `size` must be the
-    largest. An image is changed to the size of the nearest proportions and, among sizes of equal
-    proportions, to the size of the nearest area. A batch holds images of one size."""
     latent_scale: float = 1.0
     """Factor by which latents are multiplied when they are read, such as 0.18215 for those of
     Stable Diffusion; samples are divided by it. Latents should have a root mean square of about 1,
     like the noise."""
-    class_names: tuple[str, ...] = ()
-    """Names of the classes, in the order of their labels, for sample.py. The default are the
-    subfolders of a folder of images, in their order."""
 
     def __post_init__(self) -> None:
         check_on_disk("data.path", self.path)
@@ -124,23 +112,11 @@ class ImageConfig:
                 f"latent_scale={self.latent_scale}, path={self.path}. Leave it out: images have "
                 "values from -1 to 1."
             )
-        for name in ("resize", "sizes"):
-            if getattr(self, name) and (self.path is None or self.holds_latents):
-                raise InputError(
-                    f"data.{name} needs a folder of images; got {name}={getattr(self, name)!r}, "
-                    f"path={self.path}. Leave it out, or give --data.path."
-                )
-        for size in self.sizes:
-            if not re.fullmatch("[1-9][0-9]{0,5}x[1-9][0-9]{0,5}", size):
-                raise InputError(
-                    "data.sizes must be HEIGHTxWIDTH, two numbers from 1 to 999999; got "
-                    f"{size!r}. Write them as 192x320."
-                )
 
     @property
     def holds_latents(self) -> bool:
         """Whether the data are latents, which cannot be shown as an image."""
-        return self.path is not None and self.path.suffix == ".npz"
+        return self.path is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,55 +140,16 @@ class DiTTrainConfig(TrainConfig):
         super().__post_init__()
         for size in self.size:
             check_minimum("size", size, 1)
-        if self.data.sizes and self.size[0] > 1:
+        if any(n % patch for n, patch in zip(self.size, self.model.patch, strict=True)):
             raise InputError(
-                "data.sizes are for images, which have one frame; got "
-                f"sizes={self.data.sizes}, size={self.size}. Leave them out, or use --size 1 "
-                f"{self.size[1]} {self.size[2]}."
-            )
-        for name, size in zip(("size", *self.data.sizes), self.sizes, strict=True):
-            where = "size" if name == "size" else "data.sizes"
-            if any(n % patch for n, patch in zip(size, self.model.patch, strict=True)):
-                raise InputError(
-                    f"model.patch must divide {where}, in frames, height and width; got "
-                    f"patch={self.model.patch}, size={size}. Change one of them."
-                )
-            if math.prod(size) > math.prod(self.size):
-                raise InputError(
-                    "size must be the largest of the sizes, as the memory of a step is that of "
-                    f"its images; got size={self.size} and {name} in data.sizes. Exchange them."
-                )
-        names = self.data.class_names
-        if names and (len(names) != self.model.classes or len(set(names)) < len(names)):
-            raise InputError(
-                "data.class_names must name each of model.classes, each once; got "
-                f"class_names={names}, classes={self.model.classes}. Leave them out."
-            )
-        if len(set(self.sizes)) < len(self.sizes):
-            raise InputError(
-                "data.sizes must name each size once, and size is one of them; got "
-                f"size={self.size}, sizes={self.data.sizes}. Leave the second out."
+                "model.patch must divide size, in frames, height and width; got "
+                f"patch={self.model.patch}, size={self.size}. Change one of them."
             )
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of an image of `size`, the largest."""
+        """Number of tokens of an image."""
         return math.prod(self.size) // math.prod(self.model.patch)
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Frames, height and width of all sizes: `size`, and those of `data.sizes`."""
-        others = (tuple(map(int, size.split("x"))) for size in self.data.sizes)
-        return (self.size, *((1, height, width) for height, width in others))
-
-    @property
-    def names_of_sizes(self) -> tuple[str, ...]:
-        """The sizes as HEIGHTxWIDTH."""
-        return tuple(f"{height}x{width}" for _, height, width in self.sizes)
-
-    def of_size(self, size: tuple[int, int, int]) -> DiTTrainConfig:
-        """The same with one size."""
-        return replace(self, size=size, data=replace(self.data, sizes=()))
 
     @property
     def patch_elements(self) -> int:
@@ -224,12 +161,8 @@ class DiTTrainConfig(TrainConfig):
 class ImageOptions(SampleOptions):
     """What sample.py draws from a run of a diffusion transformer."""
 
-    classes: tuple[str, ...] | None = None
-    """Classes to draw, by name or by label, one row of the grid for each. Where all names are
-    numbers, they are meant. The default is the first ten classes."""
-    size: str | None = None
-    """Size to draw, as HEIGHTxWIDTH, of those that the run trains on. The default is the
-    largest."""
+    classes: tuple[int, ...] | None = None
+    """Labels of the classes to draw, one row of the grid for each. The default is the first ten."""
     samples: int = 8
     """Number of images in a row."""
     sampler: Literal["euler", "heun", "ddim"] | None = None

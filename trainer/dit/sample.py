@@ -28,8 +28,6 @@ from trainer.session import Session
 
 DEFAULT_GUIDANCE = 1.5
 CLASSES_SHOWN = 10
-LISTED = 20
-"""Names of classes in an error."""
 LEAST_PIXELS = 64
 """Width of an image in a PNG file, at least."""
 
@@ -50,7 +48,6 @@ def sample_images(
         OSError: if the file cannot be written.
         CheckpointError: if there is no checkpoint, or it cannot be read.
     """
-    config = _of_size(config, options)
     labels = rows_of_grid(config, options)
     is_latent = config.data.holds_latents
     what = "latents, which are no pixels" if is_latent else "images"
@@ -124,17 +121,6 @@ def program_to_draw(
     return Program(for_drawing, attention, objective(for_drawing))
 
 
-def _of_size(config: DiTTrainConfig, options: ImageOptions) -> DiTTrainConfig:
-    """The config of the size to draw."""
-    sizes = dict(zip(config.names_of_sizes, config.sizes, strict=True))
-    if options.size is not None and options.size not in sizes:
-        raise InputError(
-            "--size must be one that the run trains on, as HEIGHTxWIDTH; got "
-            f"{options.size!r}. Choose from {', '.join(sizes)}."
-        )
-    return config.of_size(config.size if options.size is None else sizes[options.size])
-
-
 def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
     """Writes a file in a place where there is none; no reader sees a part of it.
 
@@ -169,25 +155,14 @@ def rows_of_grid(config: DiTTrainConfig, options: ImageOptions) -> list[int]:
         ValueError: if the model does not know a class.
     """
     count = config.model.classes
-    labels = [_label_of(name, config) for name in options.classes or ()]
-    if options.classes is None:
-        labels = list(range(min(count, CLASSES_SHOWN)))
+    wrong = [label for label in options.classes or () if not 0 <= label < count]
+    if wrong:
+        way_out = f"Choose from 0 to {count - 1}." if count else "Leave them out."
+        raise InputError(
+            f"--classes must be of the {count} classes of the model; got {wrong[0]}. {way_out}"
+        )
+    labels = range(min(count, CLASSES_SHOWN)) if options.classes is None else options.classes
     return [label for label in labels or [count] for _ in range(options.samples)]
-
-
-def _label_of(name: str, config: DiTTrainConfig) -> int:
-    """The label of a class, given by its name or as a number."""
-    names, count = config.data.class_names, config.model.classes
-    if name in names:
-        return names.index(name)
-    numbers = any(not known.isdecimal() for known in names) or not names
-    if numbers and name.isdecimal() and int(name) < count:
-        return int(name)
-    known = ", ".join((*names[:LISTED], *["..."] * (len(names) > LISTED))) or f"0 to {count - 1}"
-    way_out = f"Choose from {known}." if count else "Leave them out."
-    raise InputError(
-        f"--classes must be of the {count} classes of the model; got {name}. {way_out}"
-    )
 
 
 def file_to_write(run_dir: Path, wanted: Path | None, suffixes: tuple[str, ...], what: str) -> Path:

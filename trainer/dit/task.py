@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +17,6 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
     config_class = DiTTrainConfig
     options_class = ImageOptions
     example_flags = "--samples 10 --seed 1"
-
-    def before_flags(
-        self, config: DiTTrainConfig, flag: Callable[[str], str | None]
-    ) -> DiTTrainConfig:
-        folder = flag("--data.path")
-        if folder is None or config.data.path is not None or not Path(folder).is_dir():
-            return config
-        from trainer.dit.images import look_at
-
-        found = look_at(Path(folder))
-        if found is None:
-            return config
-        model, size = config.model, config.size if flag("--data.sizes") else found.size
-        names = found.class_names
-        if flag("--model.classes") not in (None, str(len(names))):
-            names = ()
-        # A flag sets another patch later.
-        patch = (1, 1, 1) if flag("--model.patch") else model.patch
-        model = replace(model, classes=len(found.class_names), channels=found.channels, patch=patch)
-        return replace(config, model=model, size=size, data=replace(config.data, class_names=names))
 
     def make_objective(self, config: DiTTrainConfig) -> Any:
         from trainer.dit.objective import Denoising

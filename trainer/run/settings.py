@@ -89,7 +89,8 @@ def _rename(values: dict[str, Any]) -> None:
             part[new] = part.pop(old)
     values.pop("spike_factor", None)
     if isinstance(data, dict) and "latent_scale" in data:
-        data.pop("cache", None)  # Of images in an object store.
+        for name in ("cache", "resize", "sizes", "class_names"):
+            data.pop(name, None)  # Of folders of images, which are gone.
     if isinstance(mesh, dict) and "c" not in mesh and mesh.get("group", 1) is None:
         # Before there was mesh.c, a team without a group set both.
         values["mesh"] = mesh | {"c": mesh.get("team"), "team": None}

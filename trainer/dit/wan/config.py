@@ -276,8 +276,8 @@ class VideoOptions(SampleOptions):
     shift: float | None = None
     """Moves the times of the steps towards noise. The default is `diffusion.shift` of the run."""
     guidance: float | None = None
-    """Strength of classifier-free guidance. The default is 5, as in Wan, or 1 for a run with
-    `diffusion.dropout` 0."""
+    """Strength of classifier-free guidance. The default is 5, as in Wan, 2 for moving digits, or 1
+    for a run with `diffusion.dropout` 0."""
     batch_size: int = 1
     """Number of videos that are drawn at a time; fewer need less memory."""
     seed: int = 0

@@ -26,7 +26,7 @@ from trainer.dit.wan.videos import read_image, write_video
 from trainer.session import Session
 from trainer.weights.adapters import restore_model
 
-DEFAULT_GUIDANCE = 5.0
+GUIDANCE, GUIDANCE_OF_DIGITS = 5.0, 2.0
 SAMPLERS = {"unipc": unipc, "euler": euler}
 CAPTIONS = ("seven left", "three down", "zero right", "five up")
 """What a model of moving digits draws by default."""
@@ -63,7 +63,8 @@ def sample_videos(
     run, config = config, _of_size(config, options)
     dropout, guidance = config.diffusion.dropout, options.guidance
     if guidance is None:
-        guidance = DEFAULT_GUIDANCE if dropout else 1.0
+        guidance = GUIDANCE if config.data.path else GUIDANCE_OF_DIGITS
+        guidance = guidance if dropout else 1.0
     if guidance != 1 and not (dropout or config.init_from):
         raise InputError(
             "guidance other than 1 needs a model that has learnt to draw without a caption; got "
