@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import math
 import re
 import runpy
@@ -217,8 +218,27 @@ def place(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         shutil.copyfile(PRETRAINED / "config.json", folder / "config.json")
         tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
-    for name in ("gpt_tiny", "mine", "qwen3", "adapted", "copy", "Qwen3-8B", "dit_digits"):
-        recipe = name if name in RECIPES else "gpt_tiny"
+    for size, heads in (("1.3B", 12), ("14B", 40)):
+        folder = tmp_path / f"Wan2.1-T2V-{size}-Diffusers" / "transformer"
+        folder.mkdir(parents=True)
+        values = {"_class_name": "WanTransformer3DModel", "num_attention_heads": heads}
+        (folder / "config.json").write_text(json.dumps(values))
+    (tmp_path / "encoded").mkdir()
+    (tmp_path / "encoded" / "encoded.json").write_text("{}")
+    line = {"file": "kite.safetensors", "size": [21, 60, 104], "tokens": 3, "caption": "a kite"}
+    (tmp_path / "encoded" / "clips-0-of-1.jsonl").write_text(json.dumps(line))
+    for name in (
+        "gpt_tiny",
+        "mine",
+        "qwen3",
+        "adapted",
+        "copy",
+        "Qwen3-8B",
+        "dit_digits",
+        "dit_video",
+        "wan",
+    ):
+        recipe = {"wan": "wan_1_3b"}.get(name, name if name in RECIPES else "gpt_tiny")
         (tmp_path / "runs" / name).mkdir(parents=True)
         save_config(RECIPES[recipe](), tmp_path / "runs" / name / "config.json")
         (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "train_loss": 5.0}\n')

@@ -17,7 +17,7 @@ from startrail_jax.planner.quantities import show_count
 from startrail_jax.planner.search import Prediction
 
 # The models that train.py has a recipe for, of the same name.
-_RECIPES = ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b")
+_RECIPES = ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b", "wan_1_3b", "wan_14b")
 _DEFAULT_FRACTION = 0.75
 """Share of a GPU's memory that jax takes by default."""
 _BYTES = 256
@@ -50,7 +50,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
         flags |= {"init-text-only": True} if base_model.text_only else {}
     if model.kind == "gpt":
         flags["seq-len"] = call.seq_len
-    elif not model.from_run and call.seq_len != MODELS["dit_1b"].seq_len:
+    elif model.kind == "dit" and not model.from_run and call.seq_len != MODELS["dit_1b"].seq_len:
         flags["size"] = f"{call.seq_len // FRAME} 256 256"
     flags |= {"batch-size": call.batch}
     flags |= {f"mesh.{role}": getattr(choice.degrees, role) for role in ROLES}
@@ -76,7 +76,9 @@ def _data_flags(model: ModelSizes, base: ModelSizes) -> dict[str, str]:
     if model.from_run:
         return {}
     if model.kind == "dit":
-        return {"data.path": "YOUR_IMAGES"}
+        return {"data.path": "YOUR_LATENTS.npz"}
+    if model.kind == "wan":
+        return {"data.path": "YOUR_ENCODED_VIDEOS"}
     flags = {"data.path": "YOUR_TEXT"}
     if base.pretrained is None and model.outputs > _BYTES:
         flags["data.tokenizer"] = "YOUR_TOKENIZER.json"

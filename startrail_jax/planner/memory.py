@@ -264,12 +264,19 @@ def _saved(sizes: StepSizes) -> Part:
             wide, narrow = 8, 3 if model.modulated else 1
         else:
             wide, narrow = 8 if model.modulated else 6, 3
+        if model.text_tokens:
+            # Another attention, whose norm and input are float32; and norms over all heads.
+            wide, narrow = (wide + 6, narrow - 2) if sizes.zero == 3 else (wide + 3, narrow + 1)
         layer = 6 * hidden + (wide * FLOAT32 // model.itemsize + narrow) * sizes.stream
         copies = 0 if sizes.zero == 3 else FLOAT32 * sizes.stacked_elements
         # What is exchanged, or joined from parts, is saved before and after.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
         of_attention = _shard_bytes(sizes, 1 + outs + 2 * model.attention_gate, 1)
+        if model.text_tokens:
+            split = 2 * (np.asarray(tensor) > 1)
+            precise = FLOAT32 * _shard_bytes(sizes, 6 + split, 0) // model.itemsize
+            of_attention = of_attention + precise + _shard_bytes(sizes, 2 - split, 0)
         if sizes.keep_gathered:
             # In place of the shards.
             of_attention += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
@@ -285,19 +292,30 @@ def _saved(sizes: StepSizes) -> Part:
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged & (not sizes.offload), 2, 1)
         of_head = outs * model.head_dim * model.itemsize + FLOAT32
+        # Attention to texts and images is not exchanged.
+        of_head = of_head + model.whole_attentions * (model.head_dim * model.itemsize + FLOAT32)
         of_attention = layer + sizes.tokens * (model.heads // tensor) * of_head
         if sizes.keep_gathered:
             of_attention += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
         of_linear = layer + _linear_states(sizes)
     if sizes.remat in ("projections_saved", "products_saved"):
         shards = _shard_bytes(sizes, 1 + model.attention_gate, 1)
-        of_attention = of_attention + shards + sizes.stream
+        of_attention = of_attention + shards + sizes.stream + _of_texts(sizes)
         of_linear = of_linear + _linear_projections(sizes) + sizes.stream
     if sizes.remat == "products_saved":
         products = (model.mlp_matrices - 1) * hidden
         of_attention, of_linear = of_attention + products, of_linear + products
     size = _of_layers(sizes, of_attention, of_linear)
     return Part(name=name, size=size, host=sizes.offload)
+
+
+def _of_texts(sizes: StepSizes) -> Amount:
+    """Bytes of the projections around attention to a text: of tokens, and of the text."""
+    model, tensor = sizes.model, sizes.degrees.tensor
+    if not model.text_tokens:
+        return 0
+    keys = 2 * sizes.rows * model.text_tokens * (model.heads // tensor) * model.head_dim
+    return _shard_bytes(sizes, 1, 0) + sizes.stream + keys * model.itemsize
 
 
 def _of_layers(sizes: StepSizes, of_attention: Amount, of_linear: Amount) -> Amount:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from startrail_jax.documents import DocumentCost
@@ -212,7 +212,8 @@ class ModelSizes:
                 "A diffusion transformer has modulated layers, takes values and is not causal; got "
                 f"{given} {named}. Use ModelSizes(**DIT, ...)."
             )
-        if self.kind == "dit" and (self.qk_norm or set(self.windows) != {None}):
+        windowed = self.takes_values and set(self.windows) != {None}
+        if windowed or (self.kind == "dit" and self.qk_norm):
             raise InputError(
                 "--windows and --qk-norm are options of a GPT; got "
                 f"windows={self.windows}, qk_norm={self.qk_norm} {named}, a diffusion transformer. "
@@ -374,11 +375,20 @@ class ModelSizes:
         products = self.passes * (self.matrices + head) + 3 * self.adapters
         return 2.0 * products + 3.0 * (attention + states) + self._flops_of_texts(seq_len)
 
+    @property
+    def whole_attentions(self) -> int:
+        """Attentions of a layer to a text and to an image."""
+        return (self.text_tokens > 0) + (self.image_dim > 0)
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of a text and an image, which are whole on every device."""
+        return self.text_tokens + (IMAGE_TOKENS if self.image_dim else 0)
+
     def _flops_of_texts(self, seq_len: int) -> float:
         """FLOPs of a step for each token, of its attention to a text and an image, and of their
         keys and values."""
-        texts = self.text_tokens + (IMAGE_TOKENS if self.image_dim else 0)
-        pairs = 12.0 * self.layers * self.heads * self.head_dim * texts
+        pairs = 12.0 * self.layers * self.heads * self.head_dim * self.whole_tokens
         matrices = sum(kind.count * kind.text_matrices for kind in self.kinds)
         return pairs + 2.0 * self.passes * matrices * self.text_tokens / seq_len
 
@@ -416,8 +426,13 @@ def _named(name: str, *sizes: int, **others: Any) -> ModelSizes:
 
 
 _PAPER: dict[str, Any] = {"seq_len": 524_288}
+_WAN: dict[str, Any] = DIT | {
+    **{"kind": "wan", "mlp_matrices": 2, "qk_norm": True, "batch": 8},
+    **{"text_tokens": 512, "text_dim": 4096},
+}
 # StarTrail, https://arxiv.org/abs/2407.00611, table 2, as in configs/; Llama 3,
-# https://arxiv.org/abs/2407.21783, table 3; Qwen3, https://arxiv.org/abs/2505.09388, and the
+# https://arxiv.org/abs/2407.21783, table 3; Wan,
+# https://arxiv.org/abs/2503.20314; Qwen3, https://arxiv.org/abs/2505.09388, and the
 # config.json of Qwen/Qwen3-8B and Qwen/Qwen3.5-9B.
 _GIVEN = (
     _named(
@@ -428,6 +443,8 @@ _GIVEN = (
         "dit_1b", 1536, 24, 24, 24, 64, 6144, 64, mlp_matrices=2, classes=1000, average=True,
         **DIT, **_PAPER,
     ),
+    _named("wan_1_3b", 1536, 30, 12, 12, 128, 8960, 64, seq_len=32_760, **_WAN),
+    _named("wan_14b", 5120, 40, 40, 40, 128, 13_824, 64, seq_len=75_600, **_WAN),
     _named("llama3_8b", 4096, 32, 32, 8, 128, 14_336, 128_256),
     _named("llama3_70b", 8192, 80, 64, 8, 128, 28_672, 128_256),
     _named("qwen3_8b", 4096, 36, 32, 8, 128, 12_288, 151_936, qk_norm=True),
@@ -457,6 +474,14 @@ def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:
             "A model and its batch must be small enough to count their bytes; got "
             f"{model.elements:.3g} weights, --seq-len {seq_len} and --batch {batch}. Use less."
         )
+    if model.kind == "wan":
+        own = MODELS.get(model.name, model)
+        if seq_len != model.seq_len or replace(own, lora_rank=0) != replace(model, lora_rank=0):
+            raise InputError(
+                "The sizes and --seq-len of a Wan are those of a recipe, or of the config.json of "
+                f"a run; got others for --model {model.name}, of {model.seq_len} tokens. Leave "
+                "them out, or plan the run itself: train.py --plan show."
+            )
     if model.kind != "dit":
         return
     own = {

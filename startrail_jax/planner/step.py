@@ -137,7 +137,7 @@ class Step:
         waits = waits + repeats * (forward.seconds - forward.compute)
         if savings.remat not in ("none", "full"):
             waits = waits + self.timing.exchanges_again_seconds[savings.offload][self._rows]
-        layer = [self._products(kind.matrices) for kind in self.kinds]
+        layer = [self._products(kind.matrices + self._of_texts(kind)) for kind in self.kinds]
         adapters = [self._products(kind.adapters) for kind in self.kinds]
         # What is recomputed of a layer stops before the last product of the MLP.
         of_mlp = (model.mlp_matrices - 1) * model.width * model.mlp_width
@@ -251,10 +251,17 @@ class Step:
         busy = mixing / layers + self._products(model.matrices / layers)
         return layers * 2 * np.maximum(seconds - busy, 0)
 
-    def _products(self, elements: float) -> np.ndarray:
+    def _products(self, elements: float | np.ndarray) -> np.ndarray:
         """Seconds of the matrix products of all tokens with so many weights, forward."""
         flops = 2 * self.tokens * elements / self.settings.tensor
         return flops / (self.timing.speed * self.cluster.gpu.matrix_efficiency)
+
+    def _of_texts(self, kind: LayerKind) -> np.ndarray:
+        """The weights that would take as long as attention to a text, and its keys and values."""
+        model = self.call.model
+        pairs = 2 * model.heads * model.head_dim * model.whole_tokens
+        rows = self.call.batch // self.settings.data
+        return pairs + kind.text_matrices * model.text_tokens * rows / self.tokens
 
     @functools.cached_property
     def _between(self) -> np.ndarray:
@@ -352,9 +359,20 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
     def taken(size: int) -> np.ndarray:
         return ((tensor > 1) | (size % settings.replicas > 0)).astype(np.int64)
 
-    outs = sum(kind.count * taken(kind.heads) * kind.weights("out") for kind in model.kinds)
+    outs = sum(
+        kind.count * taken(kind.heads) * kind.weights(name)
+        for kind in model.kinds
+        for name in ("out", "text_out")
+        if name in kind.projections
+    )
     down = taken(model.mlp_width) * (model.width * model.mlp_width)
-    return (outs + model.layers * down) // tensor
+    found = (outs + model.layers * down) // tensor
+    if model.kind == "wan":
+        # Biases and norms of heads, and a table of 6 modulations.
+        table = (6 % settings.replicas > 0) * 6
+        heads = taken(model.heads) * (10 + 3 * (model.image_dim > 0)) // tensor
+        found = found + model.layers * model.width * (table + heads)
+    return found
 
 
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:

@@ -27,12 +27,12 @@ from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
 from trainer.gpt.config import DataConfig, LinearConfig, RopeConfig
 from trainer.gpt.corpus import Stream, open_corpus
 from trainer.gpt.documents import text_documents
-from trainer.gpt.lora import restore_model
 from trainer.gpt.objective import NextToken
 from trainer.gpt.task import GPTTask
 from trainer.parallel.checks import make_attention
 from trainer.parallel.splits import make_parts
 from trainer.parallel.step import Program
+from trainer.weights.adapters import restore_model
 
 LONGEST = 96
 END = 7

@@ -26,6 +26,7 @@ from startrail_jax.planner.models import MODELS
 from startrail_jax.xla.compiler import offload_options
 from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.dit.wan.config import WanConfig, WanTrainConfig
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.state import batch_shapes, describe_memory
@@ -139,10 +140,12 @@ def test_gradients_of_the_compiled_step_are_exact(name):
         ("llama3_8b", 8_030_261_248),
         ("qwen3_8b_1m", 8_190_735_360),
         ("dit_1b", pytest.approx(1.0e9, rel=0.05)),
+        ("wan_1_3b", 1_418_996_800),
+        ("wan_14b", 14_288_491_584),
     ],
 )
 def test_parameters_of_the_recipes(recipe, expected):
-    """Llama 2 7B, Llama 3 8B and Qwen3 8B have the same numbers."""
+    """Llama 2 7B, Llama 3 8B, Qwen3 8B and Wan 2.1 have the same numbers."""
     assert num_parameters(recipe) == expected
 
 
@@ -178,7 +181,7 @@ def test_saved_by_remat():
     assert saved("attention_saved", offload=True).host_bytes == 2 * unit + lse
 
 
-@pytest.mark.parametrize("kind", ["gpt", "dit"])
+@pytest.mark.parametrize("kind", ["gpt", "dit", "wan"])
 @pytest.mark.parametrize(
     ("zero", "degrees", "chunks"),
     [(0, st.Degrees(), 1), (3, st.Degrees(data=2, tensor=2), 1), (3, st.Degrees(head=2), 2)],
@@ -197,6 +200,11 @@ def test_what_a_layer_saves(remat, kind, zero, degrees, chunks):
         if kind == "dit":
             model = DiTConfig(channels=16, classes=0, **sizes)
             config = DiTTrainConfig(model=model, size=(4 * degrees.sequence, 32, 64), **common)
+        elif kind == "wan":
+            own = dict(text_dim=8, text_tokens=96)
+            config = WanTrainConfig(
+                model=WanConfig(**sizes, **own), size=(4 * degrees.sequence, 32, 64), **common
+            )
         else:
             model = GPTConfig(vocab_size=64, kv_heads=4, head_dim=8, **sizes)
             data, length = DataConfig(mask_documents=False), 2048 * degrees.sequence
@@ -338,7 +346,7 @@ def test_gradients_and_moved_weights_are_of_different_phases():
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("model", ["gpt_3b", "gpt_7b", "dit_1b"])
+@pytest.mark.parametrize("model", ["gpt_3b", "gpt_7b", "dit_1b", "wan_14b"])
 def test_planner_moves_the_weights_that_a_run_moves(model, tensor):
     config, degrees = RECIPES[model](), st.Degrees(tensor=tensor, ring=8)
     config = dataclasses.replace(config, zero=2)

@@ -42,7 +42,7 @@ from trainer.tasks import TASKS
 
 CLUSTER = "--nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s"
 TABLE = {
-    **{name: name for name in ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b")},
+    **{name: name for name in ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b", "wan_1_3b", "wan_14b")},
     **{"qwen3_8b": "qwen3_8b_1m", "qwen3_5_9b": "qwen3_5_9b_1m"},
 }
 QWEN = {
@@ -138,7 +138,8 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
     [
         ("llama3_8b", {"path": "YOUR_TEXT", "tokenizer": "YOUR_TOKENIZER.json"}),
         ("hugging face", {"path": "YOUR_TEXT", "tokenizer": "YOUR_TOKENIZER.json"}),
-        ("dit_1b", {"path": "YOUR_IMAGES"}),
+        ("dit_1b", {"path": "YOUR_LATENTS.npz"}),
+        ("wan_14b", {"path": "YOUR_ENCODED_VIDEOS"}),
         ("run", {}),
         ("run of a DiT", {}),
     ],
@@ -146,7 +147,7 @@ def test_models_are_those_of_the_recipes(name, tmp_path):
 @pytest.mark.slow_except_every(3)
 def test_pasted_command_trains_on_no_data_of_its_own_choice(kind, given, tmp_path, capsys):
     """Its placeholders name no files, so that it fails at once."""
-    length = "" if "DiT" in kind or kind == "dit_1b" else "--seq-len 128K"
+    length = "" if "DiT" in kind or kind in ("dit_1b", "wan_14b") else "--seq-len 128K"
     arguments = f"{CLUSTER} {model_of(kind, tmp_path)} {FEW} {length}"
     assert main(shlex.split(arguments)) == 0
     text = capsys.readouterr().out
@@ -396,6 +397,8 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     values |= {"model_type": kind, "num_hidden_layers": 2, "rope_theta": 1e6}
     values |= {"no_rope_layers": [1, 1]} if kind == "smollm3" else {}
     values |= {"full_attention_interval": 2} if kind == "qwen3_5_text" else {}
+    types = {"layer_types": ["linear_attention", "full_attention"]}
+    values |= types if kind == "olmo_hybrid" else {}
     (tmp_path / "config.json").write_text(json.dumps(values))
     few = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
     model = find_model(str(tmp_path))

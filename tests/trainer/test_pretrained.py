@@ -32,7 +32,6 @@ from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export import writing
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids
-from trainer.gpt.pretrained import initial as initial_weights
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import describe, read_description
 from trainer.gpt.pretrained.defaults import with_tokenizer
@@ -46,6 +45,7 @@ from trainer.parallel.partition import Partition, path_name
 from trainer.run.settings import result_flags, save_config
 from trainer.sums import SUMS_FILE
 from trainer.tasks import TASKS, load_train_config
+from trainer.weights import initial as initial_weights
 
 LLAMA = REFERENCES / "llama"
 KNOWN = json.loads((LLAMA / "config.json").read_text())

@@ -159,7 +159,7 @@ def test_kinds_of_runs_are_the_names_of_the_table(config, tmp_path):
         path.write_text(json.dumps({"kind": kind}))
         with refused(InputError, "must hold the config of a run"):
             tasks.load_train_config(path)
-    names = {"gpt", "dit", "letters"}
+    names = {"gpt", "dit", "wan", "letters"}
     assert {name: task.config_class.kind for name, task in tasks.TASKS.items()} == {
         name: name for name in names
     }

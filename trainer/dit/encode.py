@@ -120,10 +120,10 @@ def encode(options: EncodeOptions) -> list[str]:
     mine = [video for video in found[index::count] if file_of(video.file) not in done]
     say(f"{len(found)} videos, of which this process encodes {len(mine)}")
     shape, errors = Shape(options.frames, options.pixels, options.rate), []
-    from tqdm import tqdm
+    from rich.progress import track
 
     with (out / f"clips-{index}-of-{count}.jsonl").open("a") as lines:
-        for video in tqdm(mine, unit="video", disable=not sys.stderr.isatty()):
+        for video in track(mine, "encoding", disable=not sys.stdout.isatty()):
             try:
                 tensors = models.video(read_video(options.videos / video.file, shape))
                 tensors["text"] = models.text(video.caption, most=options.text_tokens)
@@ -187,14 +187,12 @@ def _write_about(out: Path, about: dict[str, Any], models: Any, options: EncodeO
 
 def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:
     """Writes tensors in bfloat16; no reader sees a part of the file."""
-    import ml_dtypes
+    import jax.numpy as jnp
     import numpy as np
     from safetensors.numpy import save_file
 
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    halves = {
-        name: np.ascontiguousarray(x.astype(ml_dtypes.bfloat16)) for name, x in tensors.items()
-    }
+    halves = {name: np.ascontiguousarray(x.astype(jnp.bfloat16)) for name, x in tensors.items()}
     save_file(halves, part)
     part.replace(path)
 

@@ -7,6 +7,8 @@ collective is one that is written in this folder or in the attention.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +20,8 @@ from jaxtyping import Array
 from models.hooks import Hooks
 from models.periods import ATTENTION, LayerOfGroup, layer_of
 from startrail_jax.attention import Attention
+from startrail_jax.devices.degrees import Degrees
+from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.linear.attention import LinearAttention
 from trainer.parallel.ordering import gradient_first
 from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
@@ -80,6 +84,7 @@ class ShardedModel:
             copy_to_tensor=self.partition.copy_to_tensor,
             reduce_from_tensor=self.partition.reduce_from_tensor,
             mean_over_tensor=self.partition.mean_over_tensor,
+            attend_whole=self._attend_whole,
             linear_attention=lambda rule: LinearOnDevice(self.linear(rule)),
         )
         return self._make_model(self.attend, hooks)
@@ -149,6 +154,23 @@ class ShardedModel:
         attention = self.windowed(local_window_size)
         out, _ = attention.local(query, key, value, segment_ids, segment_ids, sinks=sinks)
         return out
+
+    def _attend_whole(self, query: Array, key: Array, value: Array) -> Array:
+        """The attention of one device's tokens to others that it has whole."""
+        return self._alone.local(query, key, value)[0]
+
+    @functools.cached_property
+    def _alone(self) -> Attention:
+        """The attention of each device by itself."""
+        attention, mesh = self.attention, self.attention.mesh
+        if attention.degrees.sequence == 1:
+            return attention
+        names = tuple(x for x in slowest_first(mesh) if x != "tensor" and mesh.shape[x] > 1)
+        devices = math.prod(mesh.shape[name] for name in names)
+        degrees = Degrees(data=devices, tensor=attention.degrees.tensor)
+        return dataclasses.replace(
+            attention, axis=names, degrees=degrees, axis_names=None, layout="contiguous"
+        )
 
     def windowed(self, size: tuple[int, int] | None) -> Attention:
         """The attention of a layer with a window, as a call of an attention takes it."""

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -95,7 +94,7 @@ def clip_batch(
         given = tokens(np.stack([given_channels(clip.given) for clip in clips]))
     if model.image_dim is not None:
         images: list[Any] = [clip.image for clip in clips]
-        image = np.stack(images).astype(ml_dtypes.bfloat16)
+        image = np.stack(images).astype(jnp.bfloat16)
     return ClipBatch(
         patches=tokens(latents),
         given=given,
@@ -124,7 +123,7 @@ def padded_text(text: Float[np.ndarray, "S D"], length: int) -> Float[np.ndarray
             f"Captions must have at most model.text_tokens={length} tokens; got {len(text)}. "
             f"Encode them again, or use --model.text-tokens {len(text)}."
         )
-    return np.pad(text.astype(ml_dtypes.bfloat16), ((0, length - len(text)), (0, 0)))
+    return np.pad(text.astype(jnp.bfloat16), ((0, length - len(text)), (0, 0)))
 
 
 def batch_shapes(config: WanTrainConfig, layout: Layout) -> ClipBatch:
