@@ -24,7 +24,7 @@ def dit_video() -> WanTrainConfig:
             text_tokens=2,
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=0.0),
-        steps=2500,
+        steps=2000,
         batch_size=16,
         size=(5, 12, 12),
         ema_decay=0.995,

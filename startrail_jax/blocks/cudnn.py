@@ -30,6 +30,7 @@ DTYPES = ("bfloat16", "float16")
 
 # See `packed.Kernels`.
 by_segment = True
+leading = True
 
 # Tokens to a multiple of which tokens in reverse order are padded: a window of 1024 has 1023 at its
 # far end. Until cuDNN 9.15.1, the backward pass could read beyond keys of another number.
@@ -40,9 +41,10 @@ class Segments(NamedTuple):
     """The queries and keys that see each other in a call: the tokens of documents.
 
     Without starts, there is one segment for each row of the batch: its first queries and its last
-    keys. With starts, there are as many in each row, of all rows together, and a row is only a part
-    of memory: tokens are counted from the first of all rows, and a segment may begin in one row and
-    end in the next. Results of tokens outside of all segments mean nothing.
+    keys, or with `leading` its first keys. With starts, there are as many in each row, of all rows
+    together, and a row is only a part of memory: tokens are counted from the first of all rows, and
+    a segment may begin in one row and end in the next. Results of tokens outside of all segments
+    mean nothing.
     """
 
     query_lengths: Int32[Array, " segments"]
@@ -53,6 +55,8 @@ class Segments(NamedTuple):
     """Index of the first query of each segment, over all rows."""
     key_starts: Int32[Array, " segments"] | None = None
     """Index of the first key of each, likewise."""
+    leading: bool = False
+    """Whether the keys of a segment without starts are the first ones of a row."""
 
 
 def refusal(request: Request) -> str | None:
@@ -153,6 +157,8 @@ def attend(
         return out[..., : v.shape[3]], lse
     if not _in_reverse(segments, edge):
         return _attend(q, k, v, scale, causal, window, segments)
+    if segments is not None and segments.leading:
+        return _attend(q, filled(k), filled(v), scale, causal, window, segments)
     rows, keys, values = _turned(edge, q), turned(k), turned(v)
     out, lse = _attend(rows, keys, values, scale, edge, 0, _first(segments, edge, rows))
     return _unturned(edge, out, q.shape[1]), _unturned(edge, lse, q.shape[1])
@@ -183,10 +189,15 @@ def gradients(
         return dq, dk, dv
     if not _in_reverse(segments, edge):
         return _gradients(q, k, v, lse, out, dout, scale, causal, window, segments)
+    tokens = k.shape[1]
+    if segments is not None and segments.leading:
+        keys, values = filled(k), filled(v)
+        grads = _gradients(q, keys, values, lse, out, dout, scale, causal, window, segments)
+        dq, dk, dv = grads
+        return dq, dk[:, :tokens], dv[:, :tokens]
     rows, lse, out, dout = (_turned(edge, x) for x in (q, lse, out, dout))
     told = scale, edge, 0, _first(segments, edge, rows)
     dq, dk, dv = _gradients(rows, turned(k), turned(v), lse, out, dout, *told)
-    tokens = k.shape[1]
     return _unturned(edge, dq, q.shape[1]), unturned(dk, tokens), unturned(dv, tokens)
 
 
@@ -273,9 +284,14 @@ def _of_one_head_dim(*arrays: Array) -> Any:
 def turned(x: Array) -> Array:
     """Tokens of x [b, t, ...] or [b, n, t] in reverse order, with zeros behind them up to a
     multiple of `TILE`."""
+    return filled(jnp.flip(x, 2 if x.ndim == 3 else 1))
+
+
+def filled(x: Array) -> Array:
+    """x with zeros behind its tokens, likewise."""
     axis = 2 if x.ndim == 3 else 1
     width = [(0, -x.shape[axis] % TILE if dim == axis else 0) for dim in range(x.ndim)]
-    return jnp.pad(jnp.flip(x, axis), width)
+    return jnp.pad(x, width)
 
 
 def unturned(x: Array, tokens: int) -> Array:

@@ -22,6 +22,7 @@ from startrail_jax.xla.varying import alike
 
 # See `packed.Kernels`.
 by_segment = False
+leading = False
 
 WIDEST = 128
 """Greatest head_dim of keys and of values."""
@@ -127,7 +128,7 @@ def _flat(segments: Segments | None, edge: bool, *arrays: Array) -> tuple[Any, A
     if segments is None:
         return alike(*arrays), None
     (b, t), s = arrays[0].shape[:2], arrays[1].shape[1]
-    queries, keys, of_queries, of_keys = segments
+    queries, keys, of_queries, of_keys, _ = segments
     if of_queries is None or of_keys is None:
         rows = jnp.arange(b, dtype=jnp.int32)
         of_queries, of_keys = rows * t, (rows + 1) * s - keys

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -59,7 +59,7 @@ class Flash:
         full = isinstance(request.mask, Full)
         if not (full or isinstance(request.mask, Causal) or causal_window(request.mask)):
             return f"its masks are full, causal and causal windows; got mask={request.mask}"
-        if request.packed and full:
+        if request.packed and full and not self.kernels.leading:
             return "its kernels serve documents under causal masks and windows; got mask=Full()"
         if not full and request.num_cases > MAX_CASES:
             return (
@@ -169,14 +169,15 @@ def _serves(kernels: Kernels, pieces: Pieces, ids: Ids) -> Array:
     served = alike(jnp.asarray(True), ids[0])[0]
     for call in _calls(pieces):
         cut = call.cut(ids[0], call.rows), call.cut(ids[1], call.columns)
-        served &= packed.serves(kernels, cut, call.causal)
+        served &= packed.serves(kernels, cut, call.causal, call.leading)
     return served
 
 
 def _cases(visibility: Visibility, q: QueryShard, k: KeyShard) -> Cases:
     """The index of the set of pieces that is visible, and the sets to choose from."""
     if visibility.full:
-        return 0, (Pieces.whole(q.shape[1], k.shape[1]),)
+        whole = Pieces.whole(q.shape[1], k.shape[1])
+        return 0, (replace(whole, leading=True),)
     return visibility.cases()
 
 
@@ -217,6 +218,8 @@ class _Call:
     """Keys that a query sees; 0 for all that the causal mask shows."""
     edge: bool = False
     """Whether a query sees only the keys from its own index on."""
+    leading: bool = False
+    """Whether the keys of a document are the first ones: see `Pieces`."""
     squares: int = 1
     """Number of equal squares that lie one after another: the kernel takes them for rows of a
     batch."""
@@ -253,7 +256,7 @@ class _Call:
     ) -> tuple[OutShard, LseShard]:
         """Calls the forward kernel on what was `cut`."""
         if ids is not None:
-            shape = self.causal, self.window, self.edge
+            shape = self.causal, self.window, self.edge, self.leading
             return packed.attend(kernels, q, k, v, ids, scale, *shape)
         return kernels.attend(q, k, v, scale, self.causal, self.window, None, self.edge)
 
@@ -272,7 +275,7 @@ class _Call:
         """Calls the backward kernel on what was `cut`."""
         queries = lse, out, dout
         if ids is not None:
-            shape = self.causal, self.window, self.edge
+            shape = self.causal, self.window, self.edge, self.leading
             return packed.gradients(kernels, q, k, v, *queries, ids, scale, *shape)
         shape = self.causal, self.window, None, self.edge
         return kernels.gradients(q, k, v, *queries, scale, *shape)
@@ -280,7 +283,8 @@ class _Call:
 
 def _calls(pieces: Pieces) -> list[_Call]:
     """The kernel calls of a set of pieces."""
-    calls = [_Call(slice(a, b), slice(c, d)) for a, b, c, d in pieces.rectangles]
+    leading = pieces.leading
+    calls = [_Call(slice(a, b), slice(c, d), leading=leading) for a, b, c, d in pieces.rectangles]
     masks: tuple[tuple[Any, dict[str, Any]], ...] = (
         (pieces.squares, dict(causal=True)),
         (pieces.windows, dict(causal=True, window=pieces.window)),

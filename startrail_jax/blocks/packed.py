@@ -8,7 +8,8 @@ Where documents lie one after another in order of position, two kinds of calls r
   tokens, of up to t / `STEP`, and so on. Each has `STEP` times the workspace of a call without
   documents, however many documents there are; the last call has up to twice as much.
 * A rectangle, or a square at the far end of a window, whose keys all come before its queries. They
-  have at most one document in common: its last keys and its first queries.
+  have at most one document in common: its last keys and its first queries. Under a full mask, a
+  rectangle is served if a row is one document, and padding behind it.
 
 `serves` says whether documents lie in this way, which only the device knows. A call without a
 segment is skipped.
@@ -44,6 +45,8 @@ Ids = tuple[Int32[Array, "_ _"], Int32[Array, "_ _"]]
 class Kernels(Protocol):
     """The flash kernels of one library: a module with these functions, as `cudnn` explains them."""
 
+    leading: bool
+    """Whether they serve `Segments` that are leading."""
     by_segment: bool
     """Whether lse and the workspace of a call with starts are those of each segment by itself, as
     long as the longest; else lse is [b, n, t], as without starts."""
@@ -95,15 +98,20 @@ def in_order(ids: Int32[Array, "b t"]) -> Bool[Array, ""]:
     return ((after < 0) | ((before >= 0) & (before <= after))).all()
 
 
-def serves(kernels: Kernels, ids: Ids, square: bool) -> Bool[Array, ""]:
+def serves(kernels: Kernels, ids: Ids, square: bool, leading: bool = False) -> Bool[Array, ""]:
     """Whether the documents of a call lie as the kernels need it, if all ids are `in_order`.
 
     Args:
         kernels: the kernels.
         ids: segment ids of the queries and keys of the call.
         square: whether these are the same tokens.
+        leading: whether the mask is full.
     """
     queries, keys = ids
+    if leading:
+        document = queries[:, :1]
+        alone = [(x < 0) | (x == document) | (document < 0) for x in ids]
+        return alone[0].all() & alone[1].all()
     if square:
         return (queries == keys).all() & _Documents.of(queries, kernels).fit
     # No key may be of a later document than the first one of the queries. Of that document come
@@ -124,6 +132,7 @@ def attend(
     square: bool,
     window: int,
     edge: bool,
+    leading: bool,
 ) -> tuple[OutShard, LseShard]:
     """Attention of the queries of a call to the keys of their documents.
 
@@ -135,6 +144,7 @@ def attend(
         square: whether queries and keys are the same tokens, under a causal mask.
         window: keys that a query of a square sees; 0 for all before it.
         edge: whether query i sees only keys j >= i, for a call that is no square.
+        leading: whether the mask is full, for a call that is no square.
 
     Returns:
         out in the dtype of q, 0 in rows that see no key, and lse in float32, EMPTY there.
@@ -143,7 +153,7 @@ def attend(
     zeros = jnp.zeros((b, t, n, v.shape[-1]), q.dtype), jnp.full((b, n, t), EMPTY, jnp.float32)
     out, lse, *_ = alike(*zeros, q, ids[0])
     if not square:
-        common = _Common.of(ids)
+        common = _Common.of(ids, leading)
 
         def cross(out: OutShard, lse: LseShard) -> tuple[OutShard, LseShard]:
             here, stats = kernels.attend(q, k, v, scale, False, 0, common.segments, edge)
@@ -181,6 +191,7 @@ def gradients(
     square: bool,
     window: int,
     edge: bool,
+    leading: bool,
 ) -> tuple[Array, ...]:
     """What a call contributes to dq, dk and dv, for any lse and out; see `attend` for the others.
 
@@ -190,7 +201,7 @@ def gradients(
     b, t = q.shape[:2]
     found = tuple(alike(jnp.zeros_like(x), x, q, ids[0])[0] for x in (q, k, v))
     if not square:
-        common = _Common.of(ids)
+        common = _Common.of(ids, leading)
 
         def cross(*zeros: Array) -> tuple[Array, ...]:
             # Queries of other documents see no key, and their gradients must not count.
@@ -369,22 +380,24 @@ class _Places(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """What the keys and the queries of a call have in common, where all keys come before."""
+    """What the keys and the queries of a call have in common, where all keys come before them or
+    the mask is full."""
 
     queries: Int32[Array, " b"]
     """Number of queries of a document that the keys have too: the first ones of each row."""
     keys: Int32[Array, " b"]
-    """Number of its keys: the last ones of each row."""
+    """Number of its keys: the last ones of each row, or the first ones."""
+    leading: bool
 
     @classmethod
-    def of(cls, ids: Ids) -> _Common:
+    def of(cls, ids: Ids, leading: bool) -> _Common:
         """That of queries and keys with these ids, which `serves` accepts."""
         queries, keys = ids
         document = queries[:, :1]
         there = document[:, 0] >= 0
         count = jnp.where(there, (keys == document).sum(1, dtype=jnp.int32), 0)
         others = (queries == document).sum(1, dtype=jnp.int32)
-        return cls(jnp.where(count > 0, others, 0), count)
+        return cls(jnp.where(count > 0, others, 0), count, leading)
 
     @property
     def any(self) -> Bool[Array, ""]:
@@ -394,7 +407,7 @@ class _Common(NamedTuple):
     @property
     def segments(self) -> Segments:
         """What the kernels are told."""
-        return Segments(self.queries, self.keys)
+        return Segments(self.queries, self.keys, leading=self.leading)
 
     def of_queries(self, x: Array, other: Array) -> Array:
         """x [b, t, n, h] or [b, n, t] for the queries in common, and `other` for the rest."""
@@ -406,4 +419,6 @@ class _Common(NamedTuple):
         """x for the keys in common, and `other` for the rest."""
         tokens = x.shape[1]
         seen = np.arange(tokens)[None] >= tokens - self.keys[:, None]
+        if self.leading:
+            seen = np.arange(tokens)[None] < self.keys[:, None]
         return jnp.where(seen[..., None, None], x, other)

@@ -33,6 +33,9 @@ class Pieces:
     """Keys that a query sees in `windows`; 0 if there are none."""
     edges: tuple[tuple[int, int, int], ...] = ()
     """Squares at the far end of a window: i sees j if j >= i."""
+    leading: bool = False
+    """Whether documents are one, in the first queries and keys, and padding, as under a full mask;
+    else the keys of a document in a rectangle are its last ones, as they come before queries."""
 
     @classmethod
     def whole(cls, queries: int, keys: int) -> Pieces:

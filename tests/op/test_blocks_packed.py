@@ -58,6 +58,44 @@ def test_documents_match_the_oracle_without_tiles(case, tiles):
     assert not tiles
 
 
+def of_one_document(problem):
+    """Rows of one document, of another length in each, and padding; the first row has none."""
+    tokens = problem.query_ids.shape[1]
+    lengths = np.array([tokens, tokens - 1, tokens // 3])[np.arange(len(problem.query)) % 3]
+    ids = np.where(np.arange(tokens) < lengths[:, None], 5, -1).astype(np.int32)
+    return dataclasses.replace(problem, query_ids=ids, key_ids=ids)
+
+
+PADDED = listed(
+    [
+        (Degrees(), "padding_full", "grouped", "contiguous", "auto", 61),
+        (Degrees(data=2, head=2), "padding_full", "equal", "contiguous", "auto", 29),
+        (Degrees.ring_attention(4), "padding_full", "single", "contiguous", "kv", 14),
+        (Degrees.ring_attention(3), "padding_full", "equal", "contiguous", "query", 13),
+        (Degrees.startrail(8, c=2), "padding_full", "grouped", "contiguous", "query", 6),
+        (Degrees(group=3, ring=2, team=2), "padding_full", "equal", "contiguous", "kv", 8),
+    ],
+    backend="cudnn",
+)
+
+
+@pytest.mark.slow_except_every(3)
+@pytest.mark.parametrize("case", PADDED, ids=str)
+def test_padding_under_a_full_mask_matches_the_oracle_without_tiles(case, tiles):
+    case.__dict__["problem"] = of_one_document(case.problem)
+    check(case)
+    jax.effects_barrier()
+    assert not tiles
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_documents_under_a_full_mask_are_left_to_tiles(layout, tiles):
+    degrees = Degrees.ring_attention(2)
+    check(Case(degrees=degrees, mask="padding_full", layout=layout, backend="cudnn", tokens=20))
+    jax.effects_barrier()
+    assert {"forward", "backward"} == set(tiles)
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.slow_except_every(2)
 def test_documents_in_16_bits(in_order, tiles):
