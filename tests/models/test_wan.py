@@ -40,6 +40,7 @@ def padded(x, multiple):
     return np.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2))
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize("degrees", [st.Degrees(), st.Degrees.startrail(8, c=2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_wan_equals_that_of_diffusers(name, degrees):

@@ -150,6 +150,22 @@ def test_a_folder_is_enough_to_begin_with(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "index", "expected"),
+    [
+        ("transformer", {"boundary_ratio": 0.875}, (0.875, 1.0)),
+        ("transformer_2", {"boundary_ratio": 0.875}, (0.0, 0.875)),
+        ("transformer", {"boundary_ratio": None}, (0.0, 1.0)),
+    ],
+)
+def test_two_models_have_their_own_times(name, index, expected, tmp_path):
+    shutil.copytree(REFERENCES / "t2v", tmp_path / name)
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    for first in ([], ["wan_1_3b"]):
+        flags = [*first, "--init-from", str(tmp_path / name)]
+        assert read_command_line(flags).settings.diffusion.range == expected
+
+
 def test_state_begins_with_the_weights_and_their_average(tmp_path):
     config = make_config(REFERENCES / "t2v", tmp_path / "run", ema_decay=0.9)
     program, state = save_run(config)

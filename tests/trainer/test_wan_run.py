@@ -10,13 +10,16 @@ from PIL import Image
 from test_wan_clips import OTHER, SIZE, configured, write_clip, write_folder
 
 import sample
+import startrail_jax as st
 import train
 from configs.wan import dit_video
-from programs import interrupt_after, shared_programs
+from programs import interrupt_after, make_program, shared_programs
 from refusals import message_of_sample, refused, usage_error
 from startrail_jax.errors import InputError
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.dit.diffusion import draw_times, shifted
 from trainer.dit.flow_steps import euler, unipc
+from trainer.run.settings import save_config
 
 RUN = dict(batch_size=2, validation_sequences=2, log_every=1, tensorboard=False, devices=8)
 SMALL = dataclasses.replace(dit_video().model, width=16, layers=1, heads=2, mlp_width=16)
@@ -76,6 +79,7 @@ def test_damaged_video_costs_no_step_and_the_run_goes_on_when_it_is_restored(tmp
     assert after.train == whole.train[max(done, default=0) :]
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_data(tmp_path):
     folder = tmp_path / "encoded"
     write_folder(folder)
@@ -85,24 +89,32 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
         train.train(config_of(folder, tmp_path / "run", steps=1))
 
 
+def save_run(config):
+    """A run with a checkpoint, whose weights are new."""
+    config.run_dir.mkdir()
+    state = make_program(config, st.Degrees()).initialise()
+    with Checkpoints(config.run_dir / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+    save_config(config, config.run_dir / "config.json")
+    return config.run_dir
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """A run on moving digits, of a step."""
+    """A run on moving digits."""
     run_dir = tmp_path_factory.mktemp("digits") / "run"
-    train.train(dataclasses.replace(dit_video(), model=SMALL, steps=1, run_dir=run_dir, **RUN))
-    return run_dir
+    return save_run(dataclasses.replace(dit_video(), model=SMALL, run_dir=run_dir, **RUN))
 
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
-    """A run on encoded videos, of a step, that begins with a frame."""
+    """A run on encoded videos that begins with a frame."""
     folder = tmp_path_factory.mktemp("clips")
     config = config_of(
         folder / "encoded", folder / "run", dict(first_frame="channels", image_dim=7), steps=1
     )
     write_folder(folder / "encoded", config, image_dim=7, caption="a cat")
-    train.train(config)
-    return config.run_dir
+    return save_run(config)
 
 
 QUICK = ("--steps", "2", "--devices", "2")
@@ -125,6 +137,7 @@ def test_contact_sheet_has_a_row_for_each_caption(digits, tmp_path, capsys):
     np.testing.assert_allclose(one["latents"], other["latents"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_latents_are_drawn_for_files_and_for_what_is_held_out(clips, tmp_path, capsys):
     sample.sample([str(clips), *QUICK])
     assert "row: a cat" in capsys.readouterr().err

@@ -87,7 +87,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except_every(5)
 @pytest.mark.parametrize(("config", "degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_do_not_depend_on_how_it_runs(config, degrees, changes):
     state, expected = one_device(config)
@@ -100,6 +100,7 @@ def test_losses_do_not_depend_on_how_it_runs(config, degrees, changes):
 SIZES = make_wan_config(data=ClipConfig(path=CONFIG.run_dir, sizes=("1x8x6",)))
 
 
+@pytest.mark.slow
 def test_batches_may_be_of_several_sizes():
     """Each size has a program of its own, and the same losses on every mesh."""
 

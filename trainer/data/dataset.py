@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 
 @runtime_checkable
 class Source(Protocol):
@@ -14,6 +16,34 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subset:
+    """Some of the examples of a source."""
+
+    source: Source
+    numbers: Any
+    """Their numbers in the source: integers [examples]."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[int(self.numbers[index])]
+
+
+def held_out_of(source: Source, fraction: float) -> tuple[Subset, Subset]:
+    """The examples to train on, and a fraction of all that is held out, at least one.
+
+    Which these are depends on the number of examples alone.
+    """
+    count = len(source)
+    held_out = min(max(1, round(fraction * count)), count - 1)
+    order = np.random.default_rng(0).permutation(count)
+    parts = np.sort(order[held_out:]), np.sort(order[:held_out])
+    train, measured = (Subset(source=source, numbers=part) for part in parts)
+    return train, measured
 
 
 @runtime_checkable

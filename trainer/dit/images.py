@@ -1,6 +1,6 @@
 """Images or latents that a diffusion model trains on, and those that are held out, by number.
 
-    data.path    what is read                                       latents
+    data.path    what is read                             latents
     none         the handwritten digits of scikit-learn   pixels from -1 to 1
     *.npz        the arrays `latents`, `labels`           unchanged
 
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Integer
+from jaxtyping import Float32
 
 from startrail_jax.errors import InputError
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, held_out_of
 from trainer.data.files import find_files
 from trainer.dit.config import DiTTrainConfig
 from trainer.errors import MissingPackageError
@@ -41,28 +41,7 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Examples:
-    """One part of the data, by number: a `trainer.data.dataset.Source`."""
-
-    numbers: Integer[np.ndarray, " examples"]
-    """Numbers of these examples among all examples."""
-    read: Callable[[int], Example]
-    """Returns an example by its number among all examples."""
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> Example:
-        """Example `index` of this part.
-
-        Raises:
-            IndexError: if this part has fewer examples.
-            ValueError: if the file of the example, or its pixels, cannot be read.
-        """
-        return self.read(int(self.numbers[index]))
-
-
-class _Source(NamedTuple):
+class _Source:
     """All examples that were found, before any is held out."""
 
     name: str
@@ -72,6 +51,12 @@ class _Source(NamedTuple):
     """What tells the latents from others."""
     remark: str = ""
     """End of the line in the log that describes the data."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Example:
+        return Example(self.latent(index), self.labels[index])
 
 
 def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
@@ -98,13 +83,7 @@ def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
             f"{source.name!r}. Give others: --data.path."
         )
 
-    def read(number: int) -> Example:
-        return Example(source.latent(number), source.labels[number])
-
-    held_out = min(max(1, round(config.data.validation_fraction * count)), count - 1)
-    order = np.random.default_rng(0).permutation(count)
-    parts = np.sort(order[held_out:]), np.sort(order[:held_out])
-    train, measured = (Examples(numbers=part, read=read) for part in parts)
+    train, measured = held_out_of(source, config.data.validation_fraction)
     # The third entry is that of older runs, whose examples could have a caption.
     known = repr((source.content, source.labels, [None] * count))
     return Dataset(

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from startrail_jax.errors import InputError
-from trainer.data.dataset import Dataset, Groups, Source
+from trainer.data.dataset import Dataset, Groups, held_out_of
 from trainer.data.opening import read_object, reading
 from trainer.dit.wan.batches import Clip
 from trainer.dit.wan.config import WanConfig, WanTrainConfig, name_of
@@ -43,20 +43,6 @@ class ClipLine(NamedTuple):
     """Frames, height and width of its latent."""
     tokens: int
     caption: str
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Subset:
-    """Some of the examples of a source, by their place in it."""
-
-    source: Source
-    numbers: Any
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.source[int(self.numbers[index])]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,16 +162,13 @@ def open_clips(config: WanTrainConfig, collate: Callable[..., Any]) -> Dataset:
             "Data must be at least 2 videos, of which one is held out; got "
             f"{count} in {name!r}. Give others: --data.path."
         )
-    held_out = min(max(1, round(config.data.validation_fraction * count)), count - 1)
-    order = np.random.default_rng(0).permutation(count)
-    parts = np.sort(order[held_out:]), np.sort(order[:held_out])
-    train, measured = (Subset(source=source, numbers=part) for part in parts)
+    train, measured = held_out_of(source, config.data.validation_fraction)
     if len(config.sizes) > 1:
         of_size = {size: number for number, size in enumerate(config.sizes)}
         sizes = np.array([of_size[line.size] for line in source.lines])
         lengths = np.array([config.tokens_of(size) for size in config.sizes])
         names = tuple(map(name_of, config.sizes))
-        groups = Groups(sizes[parts[0]], sizes[parts[1]], lengths, names)
+        groups = Groups(sizes[train.numbers], sizes[measured.numbers], lengths, names)
 
     def with_empty(clips: list[Clip], numbers: list[int]) -> Any:
         return collate(clips, numbers, empty=empty)

@@ -95,7 +95,7 @@ class FlowConfig:
     for 480 lines and 5 for 720."""
     range: tuple[float, float] = (0.0, 1.0)
     """The least and the largest time after the shift. Each of the two models of Wan 2.2 has a range
-    of its own: 0.875 to 1 and 0 to 0.875 for text to video, split at 0.9 for image to video."""
+    of its own, which `init_from` finds: 0.875 to 1 and 0 to 0.875, or split at 0.9."""
     dropout: float = 0.1
     """Fraction of the examples that are shown with an empty caption, so that videos can be drawn
     with guidance."""
@@ -277,7 +277,7 @@ class VideoOptions(SampleOptions):
     """Moves the times of the steps towards noise. The default is `diffusion.shift` of the run."""
     guidance: float | None = None
     """Strength of classifier-free guidance. The default is 5, as in Wan, 2 for moving digits, or 1
-    for a run with `diffusion.dropout` 0."""
+    for a new model with `diffusion.dropout` 0."""
     batch_size: int = 1
     """Number of videos that are drawn at a time; fewer need less memory."""
     seed: int = 0

@@ -58,6 +58,20 @@ def find_folder(folder: Path) -> Path:
     return found
 
 
+def range_of(folder: Path) -> tuple[float, float]:
+    """The times of a model: of two models of Wan 2.2, each has its own; else all.
+
+    Args:
+        folder: as for `find_folder`.
+    """
+    place = find_folder(folder)
+    index = place.parent / "model_index.json"
+    boundary = read_object(index).get("boundary_ratio") if index.is_file() else None
+    if type(boundary) is not float or not 0 < boundary < 1:
+        return 0.0, 1.0
+    return (boundary, 1.0) if place.name == TRANSFORMER else (0.0, boundary)
+
+
 def read_config(folder: Path) -> WanConfig:
     """The model of a folder.
 

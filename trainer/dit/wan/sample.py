@@ -64,7 +64,7 @@ def sample_videos(
     dropout, guidance = config.diffusion.dropout, options.guidance
     if guidance is None:
         guidance = GUIDANCE if config.data.path else GUIDANCE_OF_DIGITS
-        guidance = guidance if dropout else 1.0
+        guidance = guidance if dropout or config.init_from else 1.0
     if guidance != 1 and not (dropout or config.init_from):
         raise InputError(
             "guidance other than 1 needs a model that has learnt to draw without a caption; got "

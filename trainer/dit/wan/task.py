@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config import OptimizerConfig
 from trainer.data.dataset import Dataset
 from trainer.dit.wan.config import FlowConfig, VideoOptions, WanTrainConfig, name_of
-from trainer.dit.wan.config_json import folder_of, read_config
+from trainer.dit.wan.config_json import folder_of, range_of, read_config
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import InitialWeights, Task
 
@@ -31,7 +31,7 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
             return None
         return WanTrainConfig(
             model=read_config(folder),
-            diffusion=FlowConfig(shift=3.0),
+            diffusion=FlowConfig(shift=3.0, range=range_of(folder)),
             optimizer=OptimizerConfig(
                 learning_rate=1e-5, final_learning_rate=1e-5, weight_decay=0.01, beta2=0.999
             ),
@@ -101,4 +101,5 @@ def with_model_of(folder: Path, config: WanTrainConfig) -> WanTrainConfig:
     if {model.first_frame, own.first_frame} <= {"none", "time"}:
         model = replace(model, first_frame=own.first_frame)
     model = replace(model, text_tokens=own.text_tokens, dtype=own.dtype)
-    return replace(config, model=model, init_from=folder)
+    diffusion = replace(config.diffusion, range=range_of(folder))
+    return replace(config, model=model, diffusion=diffusion, init_from=folder)
