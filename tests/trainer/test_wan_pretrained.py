@@ -150,6 +150,18 @@ def test_a_folder_is_enough_to_begin_with(tmp_path):
     )
 
 
+def test_models_in_other_formats_are_named(tmp_path):
+    """A Wan as it was first published, and a pipeline of another kind."""
+    for number, (name, values) in enumerate(
+        (("config.json", {"_class_name": "WanModel", "dim": 1536}), ("model_index.json", {}))
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / name).write_text(json.dumps(values))
+        with refused(InputError, "a model whose name ends in -Diffusers"):
+            read_command_line(["--init-from", str(folder)])
+
+
 @pytest.mark.parametrize(
     ("name", "index", "expected"),
     [

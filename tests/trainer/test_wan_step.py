@@ -6,8 +6,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import startrail_jax as st
+from models.hooks import Hooks
 from programs import make_program as program_of
 from programs import make_wan_config, train_steps
 from trainer.config import LoraConfig
@@ -163,3 +165,25 @@ def test_rows_that_fill_up_a_batch_are_not_counted():
     numbers[2] = NO_EXAMPLE
     found = program.objective.prepare(made._replace(numbers=numbers), training=False)
     assert np.asarray(found.weights).any(axis=1).tolist() == [True, True, False, True]
+
+
+def test_flops_are_those_of_the_matrix_products():
+    sizes = dict(width=128, layers=1, heads=2, mlp_width=512, text_dim=64, text_tokens=96)
+    config = make_wan_config(dict(sizes, channels=16), size=(2, 32, 32), batch_size=1)
+    objective = make_program(st.Degrees(), config).objective
+
+    def attend(*arrays, segment_ids):
+        return jax.nn.dot_product_attention(*arrays)
+
+    model = objective.make_model(attend, Hooks(), nnx.Rngs(0))
+
+    def forward(*arrays):
+        return model(*arrays[:4])
+
+    grid = (512, 64), (512, 3)
+    shapes = ((1, *grid[0]), "f4"), ((1, *grid[1]), "i4"), ((1, 1), "f4"), ((1, 96, 64), "f4")
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    counted = jax.jit(forward).lower(*given).compile().cost_analysis()["flops"]
+    # A step has two products for each of the forward pass. XLA also counts what is no product, and
+    # what is done once for a video.
+    assert 3 * counted / 512 == pytest.approx(objective.flops_per_token, rel=0.05)

@@ -14,7 +14,8 @@ from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
 from trainer.dit.wan.config import MASK_CHANNELS, WanConfig
 
-CONFIG, CLASS, TRANSFORMER = "config.json", "WanTransformer3DModel", "transformer"
+CONFIG, INDEX = "config.json", "model_index.json"
+CLASS, TRANSFORMER = "WanTransformer3DModel", "transformer"
 DEFAULTS: Mapping[str, Any] = {
     **{"patch_size": [1, 2, 2], "num_attention_heads": 40, "attention_head_dim": 128},
     **{"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256},
@@ -42,6 +43,12 @@ def folder_of(folder: Path) -> Path | None:
     return None
 
 
+def is_of_diffusers(folder: Path) -> bool:
+    """Whether a folder holds a model of diffusers, or of Wan as it was first published."""
+    path = folder / CONFIG
+    return (folder / INDEX).is_file() or (path.is_file() and "_class_name" in read_object(path))
+
+
 def find_folder(folder: Path) -> Path:
     """As `folder_of`.
 
@@ -65,7 +72,7 @@ def range_of(folder: Path) -> tuple[float, float]:
         folder: as for `find_folder`.
     """
     place = find_folder(folder)
-    index = place.parent / "model_index.json"
+    index = place.parent / INDEX
     boundary = read_object(index).get("boundary_ratio") if index.is_file() else None
     if type(boundary) is not float or not 0 < boundary < 1:
         return 0.0, 1.0

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.hooks import Hooks
 from models.lora import add_adapters
 from models.wan import Wan
-from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
-from trainer.data.batches import NO_EXAMPLE, OfRows
+from trainer.data.batches import OfRows
 from trainer.dit.batches import Grid, tokens_of
-from trainer.dit.diffusion import draw_times, noised
-from trainer.dit.objective import MEASURING, TRAINING
+from trainer.dit.diffusion import draw_times
+from trainer.dit.objective import Denoiser
 from trainer.dit.wan.batches import ClipBatch, Texts, batch_shapes
-from trainer.dit.wan.config import WanConfig, WanTrainConfig
-from trainer.objective import Objective, sizes_in
+from trainer.dit.wan.config import WanConfig
 
 
 class Given(NamedTuple):
@@ -66,22 +62,10 @@ class NoisyClips(NamedTuple):
     """1 for tokens whose noise is to be predicted, else 0."""
 
 
-class VideoFlow(Objective):
-    """Mean squared error of the predicted velocity, noise - latent."""
+class VideoFlow(Denoiser):
+    """The velocity of rectified flow, noise - latent."""
 
-    causal = WanTrainConfig.causal
-    head = "head"
-
-    def __init__(self, config: WanTrainConfig) -> None:
-        self._config = config
-        self.flops_per_token = self.flops_at(config.num_tokens)
-
-    def flops_at(self, length: int) -> float:
-        return self.sizes.flops_per_token(length)
-
-    @functools.cached_property
-    def sizes(self) -> ModelSizes:
-        return sizes_in(self._config)
+    target = "flow"
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> Wan:
         return make_wan(self._config.model, self._config.lora, attention_fn, hooks, rngs)
@@ -89,32 +73,15 @@ class VideoFlow(Objective):
     def batch_shapes(self, layout: Layout) -> ClipBatch:
         return batch_shapes(self._config, layout)
 
-    def prepare(self, batch: ClipBatch, *, training: bool) -> NoisyClips:
-        config, diffusion = self._config, self._config.diffusion
-        key = jax.random.fold_in(jax.random.key(config.seed), TRAINING if training else MEASURING)
+    def draw_time(self, key: Key[Array, ""]) -> Float32[Array, ""]:
+        diffusion = self._config.diffusion
+        return draw_times(key, diffusion.times, shift=diffusion.shift, within=diffusion.range)
 
-        def draw(number: Array) -> tuple[Array, Array, Array]:
-            for_time, for_noise, for_dropout = jax.random.split(jax.random.fold_in(key, number), 3)
-            noise = jax.random.normal(for_noise, batch.patches.shape[1:])
-            dropped = training & (jax.random.uniform(for_dropout) < diffusion.dropout)
-            time = draw_times(
-                for_time, diffusion.times, shift=diffusion.shift, within=diffusion.range
-            )
-            return time, noise, dropped
-
-        times, noise, dropped = jax.vmap(draw)(jnp.asarray(batch.numbers))
-        latents = jnp.asarray(batch.patches)
-        patches, targets = noised("flow", latents, noise, times)
+    def asked(self, batch: ClipBatch, dropped: Bool[Array, " B"]) -> Asked:
         texts: Texts = batch.rows.arrays
         text = jnp.where(dropped[:, None, None], texts.empty, texts.text)
-        given = latents if config.model.first_frame == "time" else batch.given
-        asked = Asked(text, given, texts.image)
-        shown = self.shown(patches, times, asked, grid=batch.grid)
-        shown = shown._replace(targets=targets)
-        if training:
-            return shown
-        is_example = jnp.asarray(batch.numbers) != NO_EXAMPLE
-        return shown._replace(weights=shown.weights * is_example[:, None])
+        is_first = self._config.model.first_frame == "time"
+        return Asked(text, batch.patches if is_first else batch.given, texts.image)
 
     def shown(
         self,
@@ -124,15 +91,6 @@ class VideoFlow(Objective):
         *,
         grid: Grid,
     ) -> NoisyClips:
-        """What the model is given to predict the velocity. The field `targets` is not set.
-
-        Args:
-            patches: noisy patches, in the order of a contiguous layout: attention without a causal
-                mask uses that layout on every mesh.
-            times: 0 is the video, 1 is noise.
-            asked: captions, and first frames.
-            grid: the patches of each video.
-        """
         model, (rows, length) = self._config.model, patches.shape[:2]
         tokens = tokens_of(grid, rows, length)
         times, time_index, weights = times[:, None], None, tokens.weights
@@ -169,14 +127,6 @@ class VideoFlow(Objective):
             image=None if given.image is None else jnp.asarray(given.image),
             segment_ids=batch.segment_ids,
         )
-
-    def outputs(self, model: Wan, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
-        return model.output(hidden)
-
-    def losses(
-        self, model: Wan, hidden: Float[Array, "B T width"], targets: Float32[Array, "B T P"]
-    ) -> Float32[Array, "B T"]:
-        return jnp.mean(jnp.square(model.output(hidden) - targets), axis=-1)
 
 
 def make_wan(

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from startrail_jax.errors import InputError
+from trainer.dit.wan.config_json import INDEX
 from trainer.errors import MissingPackageError
 
-INDEX = "model_index.json"
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 PARTS = ("vae", "text_encoder")
 """Subfolders whose configs tell one model from another."""

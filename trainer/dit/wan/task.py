@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config import OptimizerConfig
 from trainer.data.dataset import Dataset
 from trainer.dit.wan.config import FlowConfig, VideoOptions, WanTrainConfig, name_of
-from trainer.dit.wan.config_json import folder_of, range_of, read_config
+from trainer.dit.wan.config_json import folder_of, is_of_diffusers, range_of, read_config
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import InitialWeights, Task
 
@@ -27,7 +27,7 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
     options_class = VideoOptions
 
     def pretrained(self, folder: Path) -> WanTrainConfig | None:
-        if folder_of(folder) is None:
+        if not is_of_diffusers(folder) and folder_of(folder) is None:
             return None
         return WanTrainConfig(
             model=read_config(folder),
