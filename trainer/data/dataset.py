@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-
 
 @runtime_checkable
 class Source(Protocol):
@@ -38,6 +36,8 @@ def held_out_of(source: Source, fraction: float) -> tuple[Subset, Subset]:
 
     Which these are depends on the number of examples alone.
     """
+    import numpy as np  # Here: tasks import this module, and `--help` must be fast.
+
     count = len(source)
     held_out = min(max(1, round(fraction * count)), count - 1)
     order = np.random.default_rng(0).permutation(count)
