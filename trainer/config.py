@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -233,10 +233,19 @@ class OptimizerConfig:
                 f"decay_fraction={self.decay_of_wsd}. Use a smaller one."
             )
 
+    def for_adapters(self) -> OptimizerConfig:
+        """The same with the learning rate of adapters, which begin at zero, and need larger steps
+        than the weights of a model."""
+        return replace(self, learning_rate=max(self.learning_rate, LEAST_RATE_OF_ADAPTERS))
+
     @property
     def decay_of_wsd(self) -> float:
         """Fraction of the steps during which the learning rate of schedule "wsd" falls."""
         return 0.2 if self.decay_fraction is None else self.decay_fraction
+
+
+LEAST_RATE_OF_ADAPTERS = 1e-4
+"""Learning rate with `--lora.rank`, where no flag names one and the recipe has a lower one."""
 
 
 @dataclass(frozen=True, kw_only=True)

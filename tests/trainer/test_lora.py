@@ -1,6 +1,7 @@
 """Low-rank adapters: trained beside a frozen model, on every mesh, and taken to other programs."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -24,17 +25,17 @@ from trainer.config import LoraConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import RopeConfig
-from trainer.gpt.export import writing
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config, peft_tensors
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.gpt.pretrained.tensors import places
 from trainer.parallel import step_sizes
 from trainer.parallel.partition import path_name
 from trainer.parallel.state import bytes_of_device, describe_state
 from trainer.tasks import load_train_config
-from trainer.weights.adapters import restore_model
+from trainer.weights.adapters import restore_model, write_merged
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")
 EVERY = (*ALL, "out_gate", "decay", "beta")
@@ -326,9 +327,8 @@ def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_pat
     }
     for name, of_base in (("base", LoraConfig(rank=1, alpha=1e-30)), ("merged", lora)):
         (tmp_path / name).mkdir()
-        writing._write_tensors(
-            arrays, tmp_path / name, np.float32, 10**9, lora=of_base, model=config.model
-        )
+        of_model, folder = functools.partial(places, model=config.model), tmp_path / name
+        write_merged(arrays, of_model, of_base, folder, lambda _: np.float32, shard_bytes=10**9)
     base, merged = (load_file(tmp_path / x / "model.safetensors") for x in ("base", "merged"))
     tensors = peft_tensors(arrays, np.float32, config.model)
     described = peft_config(config, None, note=print)

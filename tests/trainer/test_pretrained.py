@@ -1,6 +1,7 @@
 """Pretrained models in the format of Hugging Face: what is read and refused, and the way back."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -30,7 +31,6 @@ from trainer.config import LoraConfig
 from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
-from trainer.gpt.export import writing
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import describe, read_description
@@ -46,6 +46,7 @@ from trainer.run.settings import result_flags, save_config
 from trainer.sums import SUMS_FILE
 from trainer.tasks import TASKS, load_train_config
 from trainer.weights import initial as initial_weights
+from trainer.weights.adapters import write_merged
 
 LLAMA = REFERENCES / "llama"
 KNOWN = json.loads((LLAMA / "config.json").read_text())
@@ -849,8 +850,9 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     fail(OSError(28, "No space left on device"), StorageError, "No space left")
     large = {"norm/scale": np.full(16, 1e6, np.float32)}
     with refused(NonFiniteError, "float16"):
-        options = dict(lora=LoraConfig(), model=config.model)
-        writing._write_tensors(large, tmp_path, np.float16, 10**6, **options)
+        of_model = functools.partial(places, model=config.model)
+        dtype_of = {"model.norm.weight": np.float16}.get
+        write_merged(large, of_model, LoraConfig(), tmp_path, dtype_of, shard_bytes=10**6)
 
     # A config.json that is damaged: the base of its positions, say, is in no other file.
     kept = run_dir / "pretrained/config.json"

@@ -15,8 +15,9 @@ from configs.wan import dit_video
 from programs import make_wan_config
 from refusals import refused
 from startrail_jax.errors import InputError
+from startrail_jax.planner.models import IMAGE_TOKENS
 from train import read_command_line
-from trainer.dit.wan.batches import IMAGE_TOKENS, clip_batch
+from trainer.dit.wan.batches import clip_batch
 from trainer.dit.wan.clips import open_clips
 from trainer.dit.wan.config import ClipConfig, FlowConfig
 from trainer.dit.wan.digits import STEPS, MovingDigits, embedded

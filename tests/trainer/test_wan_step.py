@@ -12,9 +12,10 @@ import startrail_jax as st
 from models.hooks import Hooks
 from programs import make_program as program_of
 from programs import make_wan_config, train_steps
+from startrail_jax.planner.models import IMAGE_TOKENS
 from trainer.config import LoraConfig
 from trainer.data.batches import NO_EXAMPLE, place
-from trainer.dit.wan.batches import IMAGE_TOKENS, Clip, clip_batch
+from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.config import ClipConfig, FlowConfig
 
 STEPS = 30

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import tyro
 
 from startrail_jax.errors import InputError
+from trainer import durable
 from trainer.printable import say
 
 
@@ -96,11 +97,10 @@ def encode(options: EncodeOptions) -> list[str]:
         ImportError: if a package is missing.
     """
     from trainer.dit.wan.clips import CLIPS, ENCODED, read_lines
-    from trainer.dit.wan.pipelines import TorchModels, check_pipeline, digest_of
+    from trainer.dit.wan.pipelines import TorchModels, digest_of
     from trainer.dit.wan.videos import Shape, find_videos, read_video
 
     found = find_videos(options.videos, options.captions)
-    check_pipeline(options.model)
     models = TorchModels(options.model, texts=True, device=options.device)
     _check_shape(options, models)
     about = {
@@ -180,21 +180,27 @@ def _write_about(out: Path, about: dict[str, Any], models: Any, options: EncodeO
     from trainer.dit.wan.clips import EMPTY, ENCODED
 
     _write_tensors(out / EMPTY, {"text": models.text("", most=options.text_tokens)})
-    part = out / f"{ENCODED}.{os.getpid()}.part"
-    part.write_text(json.dumps(about, indent=2) + "\n")
-    part.replace(out / ENCODED)
+    text = json.dumps(about, indent=2) + "\n"
+    _write_whole(out / ENCODED, lambda part: part.write_text(text))
 
 
 def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Writes tensors in bfloat16; no reader sees a part of the file."""
+    """Writes tensors in bfloat16."""
     import jax.numpy as jnp
     import numpy as np
     from safetensors.numpy import save_file
 
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     halves = {name: np.ascontiguousarray(x.astype(jnp.bfloat16)) for name, x in tensors.items()}
-    save_file(halves, part)
-    part.replace(path)
+    _write_whole(path, lambda part: save_file(halves, part))
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file, also beside other processes: no reader sees a part of it, and it is on the
+    disk before anything names it."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    write(part)
+    durable.flush(part)
+    durable.rename(part, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

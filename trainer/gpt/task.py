@@ -25,9 +25,6 @@ from trainer.gpt.pretrained.defaults import (
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import InitialWeights, Task
 
-LEAST_RATE_OF_ADAPTERS = 1e-4
-"""Learning rate with `--lora.rank`, where no flag names one and the recipe has a lower one."""
-
 
 class GPTTask(Task[GPTTrainConfig, TextOptions]):
     """A GPT that learns to predict the next token, and then continues texts."""
@@ -49,9 +46,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         if folder is not None:
             config = with_model_of(Path(folder), config)
         if folder is not None and flag("--lora.rank") not in (None, "None"):
-            # Adapters begin at zero, and need larger steps than the weights of the model.
-            rate = max(config.optimizer.learning_rate, LEAST_RATE_OF_ADAPTERS)
-            config = replace(config, optimizer=replace(config.optimizer, learning_rate=rate))
+            config = replace(config, optimizer=config.optimizer.for_adapters())
         return config
 
     def after_flags(

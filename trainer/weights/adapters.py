@@ -1,22 +1,54 @@
-"""Low-rank adapters of a run: read with the frozen weights, and merged into them."""
+"""The weights of a run for an export: read with low-rank adapters, which are merged into them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from models.hooks import Hooks
+from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.config import LoraConfig, TrainConfig
+from trainer.objective import Objective
 from trainer.parallel.partition import ADAPTERS, join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
+from trainer.weights.files import MODEL
+from trainer.weights.places import Place
+from trainer.weights.writing import write_tensors
 
 KERNEL = "kernel"
+
+
+def check_merge(config: TrainConfig, run_dir: Path, *, merge: bool) -> None:
+    """Raises ValueError if adapters are to be merged, and there are none."""
+    if merge and not config.freezes:
+        raise InputError(
+            f"merge adds adapters to weights; got merge=True for {str(run_dir)!r}, a run that has "
+            "none, as it had no --lora.rank. Leave --merge out."
+        )
+
+
+def shapes_on_host(objective: Objective) -> Any:
+    """Shapes of the weights of a model, on one device of the host."""
+
+    def make_model() -> nnx.Module:
+        return objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
+
+    # A command of one process needs no accelerator.
+    place = SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        nnx.state(nnx.eval_shape(make_model)),
+    )
 
 
 def restore_model(
@@ -87,3 +119,30 @@ def merged(
     )
     assert math.prod(weight.shape) == a.shape[0] * b.shape[1], "they belong to the kernel"
     return weight.astype(np.float32) + lora.scale * (a @ b).reshape(weight.shape)
+
+
+def write_merged(
+    arrays: Mapping[str, Any],
+    places: Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Place]]],
+    lora: LoraConfig,
+    folder: Path,
+    dtype_of: Callable[[str], Any],
+    *,
+    shard_bytes: int,
+    stem: str = MODEL,
+) -> None:
+    """Writes the files of a model, whose adapters are added to the weights.
+
+    Args:
+        arrays: the weights by their paths.
+        places: shapes of the weights by their paths -> the place of each.
+        lora: adapters of the run.
+        folder, dtype_of, shard_bytes, stem: as for `write_tensors`.
+    """
+    found = dict(places({x: tuple(y.shape) for x, y in arrays.items() if not is_adapter(x)}))
+
+    def weight(path: str, layer: int) -> Shaped[np.ndarray, "..."]:
+        stacked = found[path].stacked
+        return merged(arrays, path, layer, lora) if stacked else np.asarray(arrays[path])
+
+    write_tensors(found, weight, folder, dtype_of, shard_bytes=shard_bytes, stem=stem)

@@ -10,14 +10,12 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from startrail_jax.errors import InputError
+from startrail_jax.planner.models import IMAGE_TOKENS
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import OfRows
 from trainer.dit.batches import Grid
 from trainer.dit.patches import patchify
 from trainer.dit.wan.config import MASK_CHANNELS, WanTrainConfig
-
-IMAGE_TOKENS = 257
-"""Tokens of the image encoder of Wan 2.1: a class, and 16 x 16 patches."""
 
 
 class Clip(NamedTuple):

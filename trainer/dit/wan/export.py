@@ -10,12 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Shaped
 
-from models.hooks import Hooks
-from startrail_jax.errors import InputError
 from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
 from trainer.dit.wan.config import WanTrainConfig
@@ -25,9 +21,16 @@ from trainer.dit.wan.pretrained import TYPES
 from trainer.dit.wan.tensors import places
 from trainer.parallel.partition import ADAPTERS, path_name
 from trainer.run.folder import KEPT_FOLDER
-from trainer.weights.adapters import KERNEL, as_matrix, is_adapter, merged, restore_model
+from trainer.weights.adapters import (
+    KERNEL,
+    as_matrix,
+    check_merge,
+    restore_model,
+    shapes_on_host,
+    write_merged,
+)
 from trainer.weights.files import DIFFUSERS
-from trainer.weights.writing import write_file, write_tensors
+from trainer.weights.writing import write_file
 
 LORA_FILE, PEFT_FILE = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
 PREFIXES = {LORA_FILE: "transformer.", PEFT_FILE: "base_model.model."}
@@ -71,16 +74,13 @@ def export_wan(
         OSError: if the folder cannot be written.
     """
     check_new("OUT", out)
-    if merge and not config.freezes:
-        raise InputError(
-            f"merge adds adapters to weights; got merge=True for {str(run_dir)!r}, a run that has "
-            "none, as it had no --lora.rank. Leave --merge out."
-        )
+    check_merge(config, run_dir, merge=merge)
     apart = config.freezes and not merge
     kept = run_dir / KEPT_FOLDER / TYPES
     types = read_object(kept) if kept.is_file() and dtype is None else {}
+    shapes = shapes_on_host(VideoFlow(config))
     weights, found = restore_model(
-        run_dir, config, _shapes(config), step=step, only_trained=apart, note=note
+        run_dir, config, shapes, step=step, only_trained=apart, note=note
     )
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
 
@@ -89,19 +89,13 @@ def export_wan(
 
     def write(part: Path) -> None:
         if apart:
-            matrices = adapter_tensors(arrays, config, jnp.dtype(dtype or "float32"))
+            matrices = adapter_tensors(arrays, shapes, config, jnp.dtype(dtype or "float32"))
             for file, prefix in PREFIXES.items():
                 write_file(part / file, {prefix + name: x for name, x in matrices.items()})
             (part / PEFT_CONFIG).write_text(json.dumps(peft_values(matrices, config), indent=2))
             return
-        shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
-        found = dict(places(shapes))
-
-        def weight(path: str, layer: int) -> Shaped[np.ndarray, "..."]:
-            stacked = found[path].stacked
-            return merged(arrays, path, layer, config.lora) if stacked else np.asarray(arrays[path])
-
-        write_tensors(found, weight, part, dtype_of, shard_bytes=shard_bytes, stem=DIFFUSERS)
+        options: dict[str, Any] = dict(shard_bytes=shard_bytes, stem=DIFFUSERS)
+        write_merged(arrays, places, config.lora, part, dtype_of, **options)
         # Last: a kill leaves a hidden folder without it.
         (part / CONFIG).write_text(json.dumps(to_values(config.model), indent=2) + "\n")
 
@@ -110,7 +104,7 @@ def export_wan(
 
 
 def adapter_tensors(
-    arrays: Mapping[str, Any], config: WanTrainConfig, dtype: Any
+    arrays: Mapping[str, Any], shapes: Any, config: WanTrainConfig, dtype: Any
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of a LoRA file: lora_A [rank, inputs] and lora_B [outputs, rank].
 
@@ -118,13 +112,14 @@ def adapter_tensors(
 
     Args:
         arrays: the adapters of a run by their paths.
+        shapes: shapes of all its weights.
         config: its config.
         dtype: type of the matrices.
     """
     lora = config.lora
-    shapes = {path: tuple(x.shape) for path, x in _kernels(config).items()}
+    named = {path_name(x): y.shape for x, y in jax.tree_util.tree_leaves_with_path(shapes)}
     found: dict[str, Any] = {}
-    for path, place in places(shapes):
+    for path, place in places({x: y for x, y in named.items() if x.endswith(KERNEL)}):
         pair = [arrays.get(path.removesuffix(KERNEL) + kind) for kind in ADAPTERS]
         if pair[0] is None:
             continue
@@ -148,23 +143,3 @@ def peft_values(matrices: Mapping[str, Any], config: WanTrainConfig) -> dict[str
         "bias": "none",
         "inference_mode": True,
     }
-
-
-def _kernels(config: WanTrainConfig) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(_shapes(config))
-    named = {path_name(path): x for path, x in leaves}
-    return {path: x for path, x in named.items() if path.endswith(KERNEL)}
-
-
-def _shapes(config: WanTrainConfig) -> Any:
-    """Shapes of the weights, on one device of the host."""
-    objective = VideoFlow(config)
-
-    def make_model() -> nnx.Module:
-        return objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
-
-    place = SingleDeviceSharding(jax.devices("cpu")[0])
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        nnx.state(nnx.eval_shape(make_model)),
-    )

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from startrail_jax.errors import InputError
+from trainer.data.opening import read_object
 from trainer.dit.wan.config_json import INDEX
 from trainer.errors import MissingPackageError
 
@@ -36,6 +37,7 @@ class TorchModels:
             ImportError: if a package is missing.
             ValueError: if the folder holds no pipeline of Wan.
         """
+        check_pipeline(folder)
         try:
             import torch  # pyright: ignore[reportMissingImports]
             from diffusers import (  # pyright: ignore[reportMissingImports]
@@ -46,7 +48,6 @@ class TorchModels:
                 f"Videos are encoded and decoded with diffusers and PyTorch; got {error}. Run: pip "
                 "install -e '.[video]'"
             ) from error
-        check_pipeline(folder)
         self._torch = torch
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         absent: dict[str, Any] = {"transformer": None, "transformer_2": None}
@@ -152,8 +153,6 @@ class TorchModels:
 
 def check_pipeline(folder: Path) -> None:
     """Raises ValueError unless a folder holds a pipeline of Wan."""
-    from trainer.data.opening import read_object
-
     path = folder / INDEX
     kind = read_object(path).get("_class_name") if path.is_file() else None
     if kind not in PIPELINES:

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32
 
@@ -14,13 +16,12 @@ from startrail_jax.errors import InputError
 from trainer.data.cache import write_folder
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.flow_steps import euler, unipc
-from trainer.dit.patches import patchify
 from trainer.dit.sample import file_to_write, program_to_draw, require_new_file, save_new
-from trainer.dit.wan.batches import Clip, given_channels, padded_text
+from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.clips import open_clips, read_empty, read_tensors, tensors_of
 from trainer.dit.wan.config import VideoOptions, WanTrainConfig, name_of
 from trainer.dit.wan.digits import embedded
-from trainer.dit.wan.objective import Asked, VideoFlow
+from trainer.dit.wan.objective import VideoFlow
 from trainer.dit.wan.pipelines import TorchModels
 from trainer.dit.wan.videos import read_image, write_video
 from trainer.session import Session
@@ -92,8 +93,13 @@ def sample_videos(
     for wish in wishes:
         session.note(f"row: {wish.name}")
     each = [wish.clip for wish in wishes for _ in range(options.samples)]
-    length = program.tokens_shape[1]
-    given, without = (_asked(config, each, length, text) for text in (None, empty))
+    objective: Any = program.objective
+    numbers, layout = list(range(len(each))), program.attention.layout
+    batch = clip_batch(each, numbers, empty=empty, config=config, layout=layout)
+    given, without = (
+        jax.tree.map(np.asarray, objective.asked(batch, jnp.full(len(each), dropped)))
+        for dropped in (False, True)
+    )
     drawn = drawing.draw(weights, given=given, without=without, seed=options.seed)
     videos = [_with_first(config, *pair) for pair in zip(drawn, each, strict=True)]
     names = [wish.name for wish in wishes for _ in range(options.samples)]
@@ -265,33 +271,6 @@ def _clip_of(path: Path, config: WanTrainConfig) -> Clip:
                 "encoded for this model."
             )
     return Clip(**{"latent": np.zeros(shape, np.float32)} | found)
-
-
-def _asked(config: WanTrainConfig, clips: Sequence[Clip], length: int, text: Any) -> Asked:
-    """What the model is asked for, one row for each video.
-
-    Args:
-        config: config of the run.
-        clips: what is drawn.
-        length: tokens of a row.
-        text: the text of all of them; None for their own.
-    """
-    model = config.model
-
-    def patches(x: Float[np.ndarray, "F H W C"]) -> Float32[np.ndarray, "T P"]:
-        found = patchify(x.astype(np.float32), model.patch)
-        return np.pad(found, ((0, length - len(found)), (0, 0)))
-
-    given = image = None
-    if model.first_frame == "time":
-        given = np.stack([patches(clip.latent) for clip in clips])
-    elif model.first_frame == "channels":
-        given = np.stack([patches(given_channels(clip.given)) for clip in clips])
-    if model.image_dim is not None:
-        images: list[Any] = [clip.image for clip in clips]
-        image = np.stack(images)
-    texts = [padded_text(clip.text if text is None else text, model.text_tokens) for clip in clips]
-    return Asked(np.stack(texts), given, image)
 
 
 def _with_first(

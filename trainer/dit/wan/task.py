@@ -16,9 +16,6 @@ from trainer.dit.wan.config_json import folder_of, is_of_diffusers, range_of, re
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import InitialWeights, Task
 
-LEAST_RATE_OF_ADAPTERS = 1e-4
-"""Learning rate with `--lora.rank`, where no flag names one and the recipe has a lower one."""
-
 
 class WanTask(Task[WanTrainConfig, VideoOptions]):
     """A Wan that learns to remove noise from the latents of videos, and then draws videos."""
@@ -50,9 +47,7 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
         if pretrained is not None:
             config = with_model_of(Path(pretrained), config)
         if flag("--lora.rank") not in (None, "None"):
-            # Adapters begin at zero, and need larger steps than the weights of the model.
-            rate = max(config.optimizer.learning_rate, LEAST_RATE_OF_ADAPTERS)
-            config = replace(config, optimizer=replace(config.optimizer, learning_rate=rate))
+            config = replace(config, optimizer=config.optimizer.for_adapters())
         folder = flag("--data.path")
         if folder is None or config.data.path is not None or not Path(folder).is_dir():
             return config

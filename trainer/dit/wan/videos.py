@@ -19,8 +19,6 @@ from trainer.data.opening import reading
 from trainer.errors import MissingPackageError
 
 SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
-
-
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 """Formats of images. For some others, Pillow would start programs."""
 

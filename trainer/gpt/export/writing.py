@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.sharding import SingleDeviceSharding
-from jaxtyping import Shaped
 
-from models.hooks import Hooks
 from startrail_jax.errors import InputError, UnsupportedError
-from trainer.config import LoraConfig
 from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import TOKENIZER, GPTConfig, GPTTrainConfig
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -43,8 +38,13 @@ from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
-from trainer.weights.adapters import is_adapter, merged, restore_model
-from trainer.weights.writing import write_file, write_tensors
+from trainer.weights.adapters import (
+    check_merge,
+    restore_model,
+    shapes_on_host,
+    write_merged,
+)
+from trainer.weights.writing import write_file
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 2 * 10**9
@@ -103,11 +103,7 @@ def export_run(
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
     before: Any = "float32" if values is None else values.get("torch_dtype")
     apart = config.freezes and not merge
-    if merge and not config.freezes:
-        raise InputError(
-            f"merge adds adapters to weights; got merge=True for {str(run_dir)!r}, a run that has "
-            "none, as it had no --lora.rank. Leave --merge out."
-        )
+    check_merge(config, run_dir, merge=merge)
     kind = dtype or (before if before in get_args(Dtype) and not apart else "float32")
     family_of(config.model)
     beside = files_beside_weights(config, kept)
@@ -121,7 +117,7 @@ def export_run(
             # It has those of the tokenizer that the model came with.
             beside.pop(GENERATION, None)
     weights, found = restore_model(
-        run_dir, config, _shapes(config), step=step, only_trained=apart, note=note
+        run_dir, config, shapes_on_host(NextToken(config)), step=step, only_trained=apart, note=note
     )
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
 
@@ -129,8 +125,9 @@ def export_run(
         if apart:
             write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model))
         else:
-            options: dict[str, Any] = {"lora": config.lora, "model": config.model}
-            _write_tensors(arrays, part, jnp.dtype(kind), shard_bytes, **options)
+            of_model = partial(places, model=config.model)
+            options: dict[str, Any] = {"shard_bytes": shard_bytes}
+            write_merged(arrays, of_model, config.lora, part, lambda _: jnp.dtype(kind), **options)
         for file, path in beside.items():
             copy_file(path, part / file)
         # Last: a kill leaves a hidden folder without it.
@@ -197,21 +194,6 @@ def token_ids(config: GPTTrainConfig, tokenizer: Path | None, kept: Path) -> dic
     }
 
 
-def _shapes(config: GPTTrainConfig) -> Any:
-    """Shapes of the weights, on one device of the host."""
-    objective = NextToken(config)
-
-    def make_model() -> nnx.Module:
-        return objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
-
-    # A command of one process needs no accelerator.
-    place = SingleDeviceSharding(jax.devices("cpu")[0])
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        nnx.state(nnx.eval_shape(make_model)),
-    )
-
-
 def config_values(
     config: GPTTrainConfig, values: Mapping[str, Any] | None, dtype: str, *, note: Any = print
 ) -> dict[str, Any]:
@@ -262,22 +244,3 @@ def _same_model(values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
         return describe(values, CONFIG).model == describe(others, CONFIG).model
     except UnsupportedError:
         return False
-
-
-def _write_tensors(
-    arrays: Mapping[str, Any],
-    folder: Path,
-    dtype: Any,
-    shard_bytes: int,
-    *,
-    lora: LoraConfig,
-    model: GPTConfig,
-) -> None:
-    shapes = {path: tuple(x.shape) for path, x in arrays.items() if not is_adapter(path)}
-    found = dict(places(shapes, model))
-
-    def weight(path: str, layer: int) -> Shaped[np.ndarray, "..."]:
-        stacked = found[path].stacked
-        return merged(arrays, path, layer, lora) if stacked else np.asarray(arrays[path])
-
-    write_tensors(found, weight, folder, lambda name: dtype, shard_bytes=shard_bytes)
