@@ -4,7 +4,6 @@
         --model gpt_7b --seq-len 512K
     python -m startrail_jax.plan --nodes 4 --gpus-per-node 8 --gpu a100_40 --port 100Gb/s \\
         --ports 1 --model path/of/config.json --seq-len 128K --zero 3 --remat full
-    python -m startrail_jax.plan --here --model gpt_7b --seq-len 64K     # measures this machine
 """
 
 from __future__ import annotations
@@ -54,20 +53,11 @@ def parser() -> argparse.ArgumentParser:
     cluster.add_argument(
         "--efficiency", type=float, help="measured share of the peak that matrix products reach"
     )
-    cluster.add_argument(
-        "--here",
-        action="store_true",
-        help="measure your devices with jax, in place of all flags above except --memory; for the "
-        "devices of several processes, use train.py --plan show",
-    )
-    cluster.add_argument(
-        "--devices-per-node", type=int, help="with --here: devices in a node, if jax cannot tell"
-    )
     model = made.add_argument_group("model")
     model.add_argument(
         "--model",
-        help="gpt_3b, gpt_7b, dit_1b, llama3_8b, llama3_70b, qwen3_8b, or a config.json of a run "
-        "or of Hugging Face; or leave it out and give the sizes below",
+        help="a name, such as gpt_7b or llama3_8b, or a config.json of Hugging Face; or leave it "
+        "out and give the sizes below",
     )
     for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
         model.add_argument(f"--{name}", help="size of the model, without --model or to change it")
@@ -89,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--seq-len", help="tokens in a sequence, such as 512K")
     model.add_argument(
-        "--batch", help="sequences in a batch, over all GPUs; default: that of the run, or 1"
+        "--batch", help="sequences in a batch, over all GPUs; default: that of the recipe, or 1"
     )
     model.add_argument(
         "--lengths",
@@ -157,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(args: argparse.Namespace) -> Any:
     # NumPy takes longer to import than the help may take.
-    from startrail_jax.planner.planning import call_of, plan, plan_of
+    from startrail_jax.planner.planning import plan
     from startrail_jax.planner.search import REMAT, Search
 
     _check_cluster_flags(args)
@@ -170,9 +160,6 @@ def _plan(args: argparse.Namespace) -> Any:
         gradient_dtype=args.gradient_dtype,
         memory_fraction=args.memory_fraction,
     )
-    if args.here:
-        call = call_of(_model(args), args.seq_len, args.batch)
-        return plan_of(_here(args, call), call, options, lengths=args.lengths, top=args.top)
     typed = ("nodes", "gpus_per_node", "port", "ports", "inside", "half_duplex", "latency")
     return plan(
         **{name: getattr(args, name) for name in (*typed, "seq_len", "batch", "lengths", "top")},
@@ -183,53 +170,21 @@ def _plan(args: argparse.Namespace) -> Any:
 
 
 _NEEDED = ("nodes", "gpus_per_node", "gpu")
-_MEASURED = (*_NEEDED, "port", "ports", "inside", "half_duplex", "latency", "peak_flops")
 
 
 def _check_cluster_flags(args: argparse.Namespace) -> None:
-    """Raises unless the cluster is described or measured, and not both."""
-    if args.here:
-        given = [name for name in (*_MEASURED, "efficiency") if getattr(args, name)]
-        if given:
-            raise InputError(
-                "--here measures the cluster, so that it takes no flag that describes it; got "
-                f"--here and {_flag(given[0])}. Leave one of them out."
-            )
-        return
+    """Raises unless the cluster is described."""
     missing = [name for name in _NEEDED if getattr(args, name) is None]
     if missing:
         raise InputError(
-            "The cluster must be described by --nodes, --gpus-per-node and --gpu, or measured by "
-            f"--here; got no {' and no '.join(map(_flag, missing))}. Write for example "
-            "--nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s."
-        )
-    if args.devices_per_node is not None:
-        raise InputError(
-            "--devices-per-node belongs to --here; got --devices-per-node "
-            f"{args.devices_per_node} without it. Use --gpus-per-node."
+            "The cluster must be described by --nodes, --gpus-per-node and --gpu; got no "
+            f"{' and no '.join(map(_flag, missing))}. Write for example --nodes 8 --gpus-per-node "
+            "8 --gpu h100 --port 50GB/s; train.py --plan show measures the devices at hand."
         )
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _here(args: argparse.Namespace, call: Any) -> Any:
-    """The cluster at hand, measured for a model."""
-    from startrail_jax.planner.here import measure_cluster
-    from startrail_jax.planner.quantities import parse_bytes
-
-    model = call.model
-    cluster = measure_cluster(
-        devices_per_node=args.devices_per_node,
-        head_dim=model.head_dim,
-        itemsize=model.itemsize,
-        causal=model.causal,
-    )
-    if args.memory is None:
-        return cluster
-    memory = parse_bytes(args.memory, "--memory")
-    return replace(cluster, gpu=replace(cluster.gpu, memory_bytes=memory))
 
 
 def _gpu(args: argparse.Namespace) -> Any:
@@ -271,12 +226,7 @@ def _model(args: argparse.Namespace) -> Any:
         sizes["windows"] = tuple(map(parse_window, args.windows))
     if args.model is not None:
         model = find_model(args.model)
-        if model.kind == "dit" and sizes:
-            # The heads of a diffusion transformer share its width.
-            sizes.setdefault("kv_heads", sizes.get("heads", model.heads))
-            width, heads = sizes.get("width", model.width), sizes.get("heads", model.heads)
-            sizes.setdefault("head_dim", max(width // heads, 1))
-        if set(sizes) - {"lora_rank"} and not model.from_run:
+        if set(sizes) - {"lora_rank"}:
             sizes["name"] = f"{model.name}, changed"
         return replace(model, **sizes)
     missing = sorted(names - set(sizes) - {"kv_heads"})

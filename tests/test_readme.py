@@ -274,7 +274,7 @@ def test_commands_of_pages_are_understood(words, devices, place, monkeypatch, ca
         return
     planner = importlib.import_module("startrail_jax.plan")
     if arguments[:2] == ["-m", "startrail_jax.plan"]:
-        if {"--here", "--help"} & set(arguments):
+        if "--help" in arguments:
             assert planner.parser().parse_args([x for x in arguments[2:] if x != "--help"])
         else:
             assert planner.main(arguments[2:]) == 0

@@ -5,21 +5,19 @@ An objective does not know the mesh. `Program` runs it on one, as the program of
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from models.hooks import Hooks
-from startrail_jax.planner.config_json import model_of_run
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
-from trainer.config import TrainConfig
+from trainer.config import LoraConfig, TrainConfig
 
 
 class Objective(ABC):
@@ -106,7 +104,18 @@ class Objective(ABC):
         return default
 
 
-def sizes_in(config: TrainConfig) -> ModelSizes:
-    """The sizes of a GPT or a DiT, as the planner reads them in the config.json of a run."""
-    settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return model_of_run({"kind": config.kind, **settings}, f"that of {config.run_dir}")
+def common_sizes(config: TrainConfig) -> dict[str, Any]:
+    """What the `ModelSizes` of a GPT and of a diffusion transformer have in common."""
+    model, lora = config.model, getattr(config, "lora", LoraConfig())
+    names = ("width", "layers", "heads", "mlp_width")
+    return {
+        **{name: getattr(model, name) for name in names},
+        "name": f"that of {config.run_dir}",
+        "batch": config.batch_size,
+        "average": config.ema_decay is not None,
+        "seq_len": config.num_tokens,
+        "itemsize": jnp.dtype(model.dtype).itemsize,
+        "lora_rank": lora.rank or 0,
+        "lora_targets": lora.targets,
+        "frozen_itemsize": jnp.dtype(lora.base_dtype or model.dtype).itemsize,
+    }

@@ -1,9 +1,8 @@
-"""The model that a config.json describes, of a run or of Hugging Face."""
+"""The model that a config.json of Hugging Face describes."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers import shortest
-from startrail_jax.planner.models import (
-    DIT,
-    MASK_CHANNELS,
-    MODELS,
-    LinearSizes,
-    ModelSizes,
-    is_size,
-)
+from startrail_jax.planner.models import MODELS, LinearSizes, ModelSizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
 _HUGGING_FACE = {
@@ -68,7 +60,7 @@ def find_model(name: str) -> ModelSizes:
     """The model of a name, or that of a config.json.
 
     Args:
-        name: one of `MODELS`, or the path of a config.json, of a run or of Hugging Face.
+        name: one of `MODELS`, or the path of a config.json of Hugging Face.
 
     Raises:
         ValueError: if there is no such model, or the file describes none.
@@ -81,9 +73,9 @@ def find_model(name: str) -> ModelSizes:
         path = path / "config.json"
     if path.suffix != ".json" or not path.is_file():
         raise InputError(
-            f"--model must be one of {', '.join(MODELS)}, or a config.json, of a run or of Hugging "
-            f"Face; got {name!r}. Correct it, or leave it out and give the sizes: --width, "
-            "--layers, --heads, --kv-heads, --head-dim, --mlp-width and --outputs."
+            f"--model must be one of {', '.join(MODELS)}, or a config.json of Hugging Face; got "
+            f"{name!r}. Correct it, or leave it out and give the sizes: --width, --layers, "
+            "--heads, --kv-heads, --head-dim, --mlp-width and --outputs."
         )
     try:
         settings = json.loads(path.read_text())
@@ -92,7 +84,10 @@ def find_model(name: str) -> ModelSizes:
     if not isinstance(settings, dict):
         raise InputError(f"--model {name}: the file holds no settings. Give another.")
     if isinstance(settings.get("model"), dict):
-        return model_of_run(settings, str(path))
+        raise InputError(
+            f"--model {name}: the file is that of a run. Use train.py {name} --plan show, or give "
+            "the sizes: --width, --layers, --heads and so on."
+        )
     # Models of text and images have the decoder in a part of their own.
     decoder = settings.get("text_config") or settings
     _require(isinstance(decoder, dict), name, "text_config", "the settings of a model", decoder)
@@ -104,84 +99,6 @@ def find_model(name: str) -> ModelSizes:
     if is_read and path.name == "config.json" and _type_of(decoder) in PRETRAINED:
         return replace(model, pretrained=str(path.parent), text_only=of_images)
     return model
-
-
-def model_of_run(settings: Mapping[str, Any], name: str) -> ModelSizes:
-    """The model of a run of train.py.
-
-    Args:
-        settings: what the config.json of the run holds.
-        name: of the file.
-
-    Raises:
-        ValueError: if the settings describe no model, or one of a task that is not known here.
-    """
-    # A run of the time when there was one kind of model does not name it.
-    kind = settings.get("kind", "gpt")
-    if kind not in ("gpt", "dit", "wan"):
-        raise InputError(
-            f"--model {name}: kind must be gpt, dit or wan; got {kind!r}. Use train.py {name} "
-            "--plan show, or give the sizes by flags instead: --width, --layers, --heads and so on."
-        )
-    names = ("width", "layers", "heads", "mlp_width")
-    model = _known(settings["model"], name, names)
-    _require_sizes(model, names, name, "model.")
-    common: dict[str, Any] = {key: model[key] for key in names}
-    common |= {"name": name, "from_run": True, "batch": settings.get("batch_size", 1)}
-    common |= {"average": settings.get("ema_decay") is not None}
-    common["itemsize"] = 4 if model.get("dtype", "float32") == "float32" else 2
-    lora = settings.get("lora")
-    lora = lora if isinstance(lora, dict) and lora.get("rank") else {}
-    base_dtype = lora.get("base_dtype") or model.get("dtype", "float32")
-    common |= {
-        "lora_rank": lora.get("rank", 0),
-        "lora_targets": tuple(lora.get("targets", ("query", "value"))),
-        "frozen_itemsize": 4 if base_dtype == "float32" else 2,
-    }
-    if kind == "gpt":
-        _known(model, name, ("kv_heads", "head_dim"))
-        return ModelSizes(
-            **common,
-            kv_heads=model["kv_heads"],
-            head_dim=model["head_dim"],
-            outputs=model.get("vocab_size", 256),
-            mlp_matrices=2 if model.get("mlp") == "gelu" else 3,
-            qk_norm=bool(model.get("qk_norm")),
-            attention_gate=bool(model.get("attention_gate")),
-            **_mixers_of_run(model, name),
-            tied_head=model.get("tied_head", False),
-            windows=_windows_of_run(model, name),
-            seq_len=settings.get("seq_len"),
-        )
-    names = ("channels", "classes") if kind == "dit" else ("channels", "text_tokens", "text_dim")
-    _known(model, name, names)
-    patches, size = model.get("patch", (1, 2, 2)), _known(settings, name, ("size",))["size"]
-    for key, three in (("model.patch", patches), ("size", size)):
-        is_list = isinstance(three, list | tuple) and len(three) == 3
-        wanted = "three whole numbers of at least 1"
-        _require(is_list and all(map(is_size, three)), name, key, wanted, three)
-    optional = ("classes", "image_dim")  # 0 or None for none.
-    names = (*(x for x in names if x not in optional), *(x for x in optional if model.get(x)))
-    _require_sizes(model, names, name, "model.")
-    patch = math.prod(patches)
-    own: dict[str, Any] = {"classes": model.get("classes", 0)}
-    if kind == "wan":
-        is_given = model.get("first_frame") == "channels"
-        own = {
-            **{"text_tokens": model["text_tokens"], "text_dim": model["text_dim"]},
-            **{"kind": "wan", "qk_norm": True, "image_dim": model.get("image_dim") or 0},
-            "given_channels": MASK_CHANNELS + model["channels"] if is_given else 0,
-        }
-    return ModelSizes(
-        **common,
-        **{**DIT, **own},
-        kv_heads=model["heads"],
-        head_dim=max(model["width"] // model["heads"], 1),
-        mlp_matrices=2,
-        outputs=patch * model["channels"],
-        patch=patch,
-        seq_len=math.prod(size) // patch,
-    )
 
 
 def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
@@ -203,9 +120,9 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
     if _type_of(settings) in _HYBRIDS:
-        return ModelSizes(name=name, hugging_face=True, **given, **_hybrid(settings, name))
+        return ModelSizes(name=name, **given, **_hybrid(settings, name))
     windows = shortest(_windows(settings, name, given["layers"]))
-    return ModelSizes(name=name, hugging_face=True, windows=windows, **given)
+    return ModelSizes(name=name, windows=windows, **given)
 
 
 def _hybrid(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -229,41 +146,6 @@ def _hybrid(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _type_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("model_type"))
-
-
-def _mixers_of_run(model: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What the layers of a run mix tokens with, and the sizes of linear attention."""
-    mixers = model.get("mixers", ("attention",))
-    known = isinstance(mixers, list | tuple) and {*mixers} <= {"attention", "linear"}
-    _require(
-        known and len(mixers) > 0, name, "model.mixers", "a list of attention and linear", mixers
-    )
-    if "linear" not in mixers[: model["layers"]]:
-        return {}
-    given = model.get("linear") or {}
-    heads, key_dim = given.get("heads") or model["heads"], given.get("key_dim") or model["head_dim"]
-    sizes = {
-        "heads": heads,
-        "key_heads": given.get("key_heads") or heads,
-        "key_dim": key_dim,
-        "value_dim": given.get("value_dim") or key_dim,
-        "conv": given.get("conv", 4),
-    }
-    _require_sizes(sizes, sizes, name, "model.linear.")
-    return {"mixers": tuple(mixers), "linear": LinearSizes(**sizes)}
-
-
-def _windows_of_run(model: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
-    """The windows of the layers of a run; the list repeats."""
-    windows = model.get("windows")
-    if windows is None:
-        windows = [model.get("window") or "none"]
-    is_list = isinstance(windows, list | tuple) and len(windows) > 0
-    _require(is_list, name, "model.windows", "a list of numbers and `none`", windows)
-    for window in windows:
-        if window != "none":
-            _require_sizes({"windows": window}, ["windows"], name, "model.")
-    return tuple(window if isinstance(window, int) else None for window in windows)
 
 
 def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int | None, ...]:

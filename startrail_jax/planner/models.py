@@ -16,8 +16,8 @@ DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes
 """What all diffusion transformers of `train.py` have."""
 
 
-IMAGE_TOKENS, MASK_CHANNELS = 257, 4
-"""Of a Wan that begins with an image: tokens of that, and channels that say what is given."""
+IMAGE_TOKENS = 257
+"""Tokens of the image with which a Wan begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +168,6 @@ class ModelSizes:
     """Bytes of a weight that is not trained, beside adapters."""
     average: bool = False
     """Whether a moving average of the weights is kept."""
-    from_run: bool = False
-    """Whether `name` is the config.json of a run."""
-    hugging_face: bool = False
-    """Whether `name` is a config.json of Hugging Face."""
     text_only: bool = False
     """Whether the folder `pretrained` holds a model of images and text, of which this is a part."""
     pretrained: str | None = None
@@ -465,8 +461,8 @@ def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:
     """Raises unless `train.py` has such a model, with sequences of this length.
 
     Raises:
-        ValueError: if a diffusion transformer has other heads, outputs or tokens than its images
-            and its width give, or the numbers are too large to count bytes.
+        ValueError: if a diffusion transformer has other sizes or tokens than its recipe, or the
+            numbers are too large to count bytes.
     """
     widest = max(model.width + model.mlp_width, model.heads * model.head_dim, model.outputs)
     if model.layers * widest * seq_len * batch > LARGEST_SIZE // 64 or model.elements > 2**50:
@@ -474,36 +470,13 @@ def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:
             "A model and its batch must be small enough to count their bytes; got "
             f"{model.elements:.3g} weights, --seq-len {seq_len} and --batch {batch}. Use less."
         )
-    if model.kind == "wan":
-        own = MODELS.get(model.name, model)
-        if seq_len != model.seq_len or replace(own, lora_rank=0) != replace(model, lora_rank=0):
-            raise InputError(
-                "The sizes and --seq-len of a Wan are those of a recipe, or of the config.json of "
-                f"a run; got others for --model {model.name}, of {model.seq_len} tokens. Leave "
-                "them out, or plan the run itself: train.py --plan show."
-            )
-    if model.kind != "dit":
+    if not model.takes_values:
         return
-    own = {
-        "kv_heads": (model.kv_heads, model.heads),
-        "head_dim": (model.head_dim * model.heads, model.width),
-        "mlp_matrices": (model.mlp_matrices, 2),
-        "outputs": (model.outputs % model.patch, 0),
-    }
-    if not model.from_run:
-        own["patch"] = (model.patch, 4)  # That of the recipe dit_1b.
-    for name, (given, needed) in own.items():
-        if given != needed:
-            raise InputError(
-                "A diffusion transformer must have as many --kv-heads as --heads, --heads * "
-                "--head-dim equal to --width, an MLP of two matrices, and --outputs that are a "
-                f"multiple of the {model.patch} positions of a patch; got {name}="
-                f"{getattr(model, name)} for width={model.width}, heads={model.heads}. Correct it."
-            )
-    if seq_len != model.seq_len if model.from_run else seq_len % FRAME:
-        ways = "" if model.from_run else f", or use a multiple of {FRAME}"
-        has = "" if model.seq_len is None else f", which has {model.seq_len}"
+    own = MODELS.get(model.name)
+    is_length = seq_len == model.seq_len or (model.kind == "dit" and seq_len % FRAME == 0)
+    if own != replace(model, lora_rank=0) or not is_length:
         raise InputError(
-            f"--seq-len of a diffusion transformer follows from its images; got {seq_len} for "
-            f"--model {model.name}{has}. Leave it out{ways}."
+            "The sizes and --seq-len of a diffusion transformer are those of a recipe (of dit_1b, "
+            f"any multiple of {FRAME} tokens); got others for --model {model.name}, with --seq-len "
+            f"{seq_len}. Leave them out, or plan the run itself: train.py --plan show."
         )

@@ -332,7 +332,7 @@ def plan(
         nodes: number of nodes.
         gpus_per_node: number of GPUs in each node.
         gpu: name of a GPU, or a `startrail_jax.planner.hardware.Gpu` with your own figures.
-        model: name of a model, path of a config.json, of a run or of Hugging Face, or a
+        model: name of a model, path of a config.json of Hugging Face, or a
             `startrail_jax.planner.models.ModelSizes`.
         port: rate of one network port of a node in each direction, with its unit: "50GB/s" (bytes)
             or "400Gb/s" (bits). It may be left out for a single node.
@@ -341,7 +341,7 @@ def plan(
         half_duplex: whether sending and receiving share the rate of a port.
         latency: time of a message through a port, such as "10us"; None for that of NCCL.
         seq_len: tokens in a sequence, as a number or as "512K"; None for that of the model.
-        batch: sequences in a batch, over all devices; None for that of the run, or 1.
+        batch: sequences in a batch, over all devices; None for that of the recipe, or 1.
         lengths: tokens of the documents that fill the sequences, as the path of a text file with a
             number on each line or as "lognormal:MEDIAN,MEAN"; None for one document in each
             sequence.

@@ -118,59 +118,6 @@ def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
     assert load_config(GPTTrainConfig, path) == config
 
 
-@pytest.mark.parametrize(
-    ("model", "rope", "windows", "bases"),
-    [
-        ({"window": 7, "windows": None}, {"base": 5.0, "bases": None}, (7,), (5.0,)),
-        ({"window": None, "windows": None}, {"base": 5.0}, ("none",), (5.0,)),
-        (
-            {"window": None, "windows": [7, "none"]},
-            {"base": 5.0, "bases": [2.0]},
-            (7, "none"),
-            (2.0,),
-        ),
-        ({"window": None, "no_rope_every": 2}, {"base": 5.0}, ("none",), (5.0, "none")),
-        ({"window": None, "no_rope_every": 9}, {"base": 5.0}, ("none",), (5.0,)),
-    ],
-)
-def test_names_of_an_older_file_keep_their_meaning(config, tmp_path, model, rope, windows, bases):
-    path = tmp_path / "config.json"
-    save_config(config, path)
-    values = json.loads(path.read_text())
-    values["accumulation"] = values.pop("gradient_accumulation")
-    values["evaluate_every"] = values.pop("validation_every")
-    values["data"]["held_out"] = values["data"].pop("validation_fraction")
-    del values["model"]["windows"], values["model"]["rope"]["bases"], values["model"]["norms"]
-    values["model"] |= model | {"post_norms": True, "caption_length": 0}
-    values["model"]["rope"] |= rope
-    path.write_text(json.dumps(values))
-    read = load_config(GPTTrainConfig, path)
-    assert (read.model.windows, read.model.rope.bases) == (windows, bases)
-    assert read.model.norms == "both"
-    given = {name: getattr(config.model, name) for name in ("windows", "rope", "norms")}
-    same = replace(read.model, **given)
-    assert replace(read, model=same) == config
-
-
-@pytest.mark.parametrize(
-    ("older", "means"),
-    [
-        ({"team": 4, "group": None}, {"c": 4}),
-        ({"team": 4, "group": 1}, {"team": 4, "group": 1}),
-        ({"team": None, "group": None}, {}),
-    ],
-)
-def test_team_of_a_file_without_c_keeps_its_meaning(config, tmp_path, older, means):
-    """It set the group too, where that was left open."""
-    path = tmp_path / "config.json"
-    save_config(config, path)
-    values = json.loads(path.read_text())
-    del values["mesh"]["c"]
-    values["mesh"] |= older
-    path.write_text(json.dumps(values))
-    assert load_config(GPTTrainConfig, path) == replace(config, mesh=MeshConfig(**means))
-
-
 def test_config_is_on_the_disk_before_it_takes_its_place(config, tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file)))

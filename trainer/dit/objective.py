@@ -4,6 +4,7 @@ from it."""
 from __future__ import annotations
 
 import functools
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,13 +16,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.dit import DiT
 from models.hooks import Hooks
-from startrail_jax.planner.models import ModelSizes
+from startrail_jax.planner.models import DIT, ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import NO_EXAMPLE
 from trainer.dit.batches import Grid, ImageBatch, tokens_of
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Kind, draw_times, noised
-from trainer.objective import Objective, sizes_in
+from trainer.objective import Objective, common_sizes
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
@@ -60,7 +61,20 @@ class Denoiser(Objective):
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
-        return sizes_in(self._config)
+        config, model = self._config, self._config.model
+        patch = math.prod(model.patch)
+        return ModelSizes(
+            **{**common_sizes(config), **DIT, **self.own_sizes()},
+            kv_heads=model.heads,
+            head_dim=max(model.width // model.heads, 1),
+            mlp_matrices=2,
+            outputs=patch * model.channels,
+            patch=patch,
+        )
+
+    @abstractmethod
+    def own_sizes(self) -> dict[str, Any]:
+        """Fields of `sizes` that other diffusion transformers do not have."""
 
     @abstractmethod
     def draw_time(self, key: Key[Array, ""]) -> Float32[Array, ""]:
@@ -127,6 +141,9 @@ class Denoising(Denoiser):
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> DiT:
         return DiT(**vars(self._config.model), attention_fn=attention_fn, hooks=hooks, rngs=rngs)
+
+    def own_sizes(self) -> dict[str, Any]:
+        return {"classes": self._config.model.classes}
 
     def batch_shapes(self, layout: Layout) -> ImageBatch:
         config = self._config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +18,12 @@ from models.hooks import Hooks
 from models.lora import add_adapters
 from models.rope import Rope
 from startrail_jax.planner.layers import shortest
-from startrail_jax.planner.models import ModelSizes
+from startrail_jax.planner.models import LinearSizes, ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
-from trainer.objective import Objective, sizes_in
+from trainer.objective import Objective, common_sizes
 
 
 class NextToken(Objective):
@@ -42,8 +41,21 @@ class NextToken(Objective):
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
-        windows = shortest(self._config.layer_windows)
-        return dataclasses.replace(sizes_in(self._config), windows=windows)
+        config, model = self._config, self._config.model
+        same = ("kv_heads", "head_dim", "qk_norm", "attention_gate", "tied_head")
+        linear = {}
+        if "linear" in model.layer_mixers:
+            names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
+            sizes = {name: model.linear_sizes[name] for name in names}
+            linear = {"mixers": model.mixers, "linear": LinearSizes(**sizes)}
+        return ModelSizes(
+            **common_sizes(config),
+            **{name: getattr(model, name) for name in same},
+            **linear,
+            outputs=model.vocab_size,
+            mlp_matrices=2 if model.mlp == "gelu" else 3,
+            windows=shortest(config.layer_windows),
+        )
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         config = self._config

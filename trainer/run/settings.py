@@ -71,43 +71,9 @@ def load_config(config_type: type[Config], path: Path) -> Config:
                 raise InputError(
                     f"kind must be {config_type.kind}; got {kind!r}. Correct the file."
                 )
-            _rename(values)
         return _decode(config_type, values, "")
     except (ValueError, RecursionError) as error:
         raise _not_a_config(path, error) from error
-
-
-def _rename(values: dict[str, Any]) -> None:
-    """Gives the settings of an older file the names and forms that they have now."""
-    data, model, mesh = (values.get(x) for x in ("data", "model", "mesh"))
-    for part, old, new in (
-        (values, "accumulation", "gradient_accumulation"),
-        (values, "evaluate_every", "validation_every"),
-        (data, "held_out", "validation_fraction"),
-    ):
-        if isinstance(part, dict) and old in part:
-            part[new] = part.pop(old)
-    values.pop("spike_factor", None)
-    if isinstance(data, dict) and "latent_scale" in data:
-        for name in ("cache", "resize", "sizes", "class_names"):
-            data.pop(name, None)  # Of folders of images, which are gone.
-    if isinstance(mesh, dict) and "c" not in mesh and mesh.get("group", 1) is None:
-        # Before there was mesh.c, a team without a group set both.
-        values["mesh"] = mesh | {"c": mesh.get("team"), "team": None}
-    if isinstance(model, dict) and model.get("caption_length") == 0:
-        del model["caption_length"]  # Of models with text, which are gone.
-    if isinstance(model, dict) and "post_norms" in model:
-        model["norms"] = "both" if model.pop("post_norms") else "before"
-    if isinstance(model, dict) and "window" in model:
-        window = model.pop("window")
-        if model.get("windows") is None:
-            model["windows"] = [window or "none"]
-        every, rope = model.pop("no_rope_every", None), model.get("rope")
-        if isinstance(rope, dict):
-            bases = [rope.pop("base", 10_000.0)]
-            if every is not None and every <= model.get("layers", 0):
-                bases = [*bases * (every - 1), "none"]
-            rope["bases"] = rope.get("bases") or bases
 
 
 def read_kind(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +66,14 @@ class VideoFlow(Denoiser):
     """The velocity of rectified flow, noise - latent."""
 
     target = "flow"
+
+    def own_sizes(self) -> dict[str, Any]:
+        model = self._config.model
+        return {
+            **{"kind": "wan", "qk_norm": True, "given_channels": model.given_channels},
+            **{"text_tokens": model.text_tokens, "text_dim": model.text_dim},
+            "image_dim": model.image_dim or 0,
+        }
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> Wan:
         return make_wan(self._config.model, self._config.lora, attention_fn, hooks, rngs)
