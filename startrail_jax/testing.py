@@ -393,11 +393,7 @@ def _draw_inputs(
     dtype: DTypeLike,
     segment_ids: tuple[np.ndarray, np.ndarray] | None,
 ) -> _Inputs:
-    """Normal arrays on the host, in natural order.
-
-    Args:
-        query, key: shapes.
-    """
+    """Normal arrays on the host, in natural order."""
 
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(jnp.dtype(dtype))
@@ -549,13 +545,10 @@ def _reference(
 ) -> dict[str, Float[np.ndarray, "..."]]:
     """Dense attention and its gradients in float64, one row of the batch and one head at a time.
 
-        s = scale q k^T,  p = exp(s - lse),  out = p v,  lse = log sum exp s    (over visible keys)
-        s = c tanh(s / c) with a cap c, before the mask; ds is then multiplied by 1 - (s / c)^2
-        dv = p^T dout,  ds = p * (dout v^T - rowsum(dout * out) + dlse)
-        dq = scale ds k,  dk = scale ds^T q
-
-    Args:
-        dtype: p, ds and all results but lse are rounded to it.
+    s = scale q k^T,  p = exp(s - lse),  out = p v,  lse = log sum exp s    (over visible keys)
+    s = c tanh(s / c) with a cap c, before the mask; ds is then multiplied by 1 - (s / c)^2
+    dv = p^T dout,  ds = p * (dout v^T - rowsum(dout * out) + dlse)
+    dq = scale ds k,  dk = scale ds^T q
     """
 
     def rounded(x: np.ndarray) -> np.ndarray:

@@ -114,13 +114,7 @@ class Flash:
     def _if_in_order(
         self, pair: Pair, calls: Callable[[Ids], Any], tiles: Callable[[], Any]
     ) -> Any:
-        """Runs the calls that `packed` makes if documents lie in order, else the tiles of `tiled`.
-
-        Args:
-            pair: units with segment ids.
-            calls: makes the calls for the ids.
-            tiles: serves any ids.
-        """
+        """Runs the calls that `packed` makes if documents lie in order, else the tiles."""
         q, k, v, visibility, *_ = pair
         assert visibility.query_segments is not None
         assert visibility.key_segments is not None
@@ -188,9 +182,6 @@ def _only(
 
     All devices then make its calls, which are short, and those that see nothing drop what comes of
     them. In front of a branch, a GPU would wait for its host.
-
-    Returns:
-        Whether this device sees the set, or None where there is no such set; and the sets.
     """
     seen = [pieces for pieces in cases if pieces != Pieces()]
     if visibility.of_window is None or len(cases) != 2 or len(seen) != 1:
@@ -380,11 +371,6 @@ def _by_rows(
 
     The ends of all parts cut the rows into intervals. In each interval, `join` gets the interval
     and the rows of the parts that cover it; its results are concatenated.
-
-    Args:
-        length: number of rows.
-        parts: (rows, arrays) of each part.
-        join: joins what lies in one interval.
     """
     ends = sorted({0, length}.union(*({rows.start, rows.stop} for rows, _ in parts)))
     joined = []

@@ -145,11 +145,7 @@ def _joined(runs: TokenRuns) -> list[list[int]]:
 def _band(
     queries: tuple[int, int], keys: tuple[int, int], window: int
 ) -> Iterator[tuple[str, int, int, int, int]]:
-    """The pieces of queries and keys at neighbouring positions, [start, stop) of each.
-
-    Yields:
-        (field of `Pieces`, start and stop of the queries, start and stop of the keys).
-    """
+    """The pieces of queries and keys at neighbouring positions, [start, stop) of each."""
     start, stop = max(queries[0], keys[0]), min(queries[1], keys[1] + window - 1)
     first, end = max(keys[0], start - window + 1), min(keys[1], stop)
     if start >= stop or first >= end:

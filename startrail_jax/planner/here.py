@@ -216,10 +216,6 @@ class _Probe:
         """Seconds that every collective takes on top of its steps.
 
         A gather among n devices has n - 1 steps, and a hop has one.
-
-        Args:
-            hop: seconds of a short message to the next device.
-            size: neighbours that gather.
         """
         mesh = Mesh(self.mesh.devices.reshape(-1, size), ("node", "device"))
         axis = Axis(("device",), size)
@@ -249,14 +245,7 @@ class _Probe:
     def time(
         self, function: Callable[..., Any], *shapes: Any, dtype: Any, mesh: Mesh | None = None
     ) -> float:
-        """Seconds of a function of arrays of such shapes, on all devices at the same time.
-
-        Args:
-            function: what each device runs, on its part.
-            shapes: those of the part of a device.
-            dtype: the type of all arrays.
-            mesh: other axes of the same devices.
-        """
+        """Seconds of a function of arrays of such shapes, on all devices at the same time."""
         mesh = mesh or self.mesh
         spec, count = PartitionSpec(mesh.axis_names), mesh.size
         ones = jax.jit(

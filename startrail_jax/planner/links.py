@@ -308,15 +308,7 @@ class Links:
         staying: np.ndarray,
         inside: np.ndarray,
     ) -> Cost:
-        """The cost of a collective.
-
-        Args:
-            moves: whether there is anything to send.
-            latency: seconds of all its steps without any bytes.
-            across: bytes that a node sends through its ports, evenly.
-            staying: bytes that a device sends inside of its node.
-            inside: bytes that the devices of a node send each other.
-        """
+        """The cost of a collective."""
         cluster = self.cluster
         both_ways = 2 if cluster.half_duplex else 1
         port = both_ways * across / cluster.ports / cluster.port_rate

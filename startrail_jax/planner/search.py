@@ -243,11 +243,7 @@ class Candidates:
         self.fits = self.memory <= self._limit
 
     def _best_orders(self, again: np.ndarray | float) -> np.ndarray:
-        """The row of the fastest order of each setting of the degrees.
-
-        Args:
-            again: seconds of attention that the backward pass repeats.
-        """
+        """The row of the fastest order of each setting of the degrees."""
         forward, backward = (x.seconds for x in self._timing.passes)
         # Of equally fast ones, a single ring in the first order.
         keys = (self.settings.order, self.settings.inner, forward + backward + again)

@@ -210,13 +210,7 @@ class Step:
     def _zero(
         self, level: int, forwards: Sequence[np.ndarray], backwards: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Seconds that a device waits for weights and sums of gradients.
-
-        Args:
-            level: ZeRO level.
-            forwards: for a layer of each kind, seconds of its matrix products in the forward pass.
-            backwards: those of half a backward pass, with what remat repeats.
-        """
+        """Seconds that a device waits for weights and sums of gradients."""
         if level == 0:
             return self._summed(self.trained, whole=True).seconds
         if level == 1:

@@ -393,17 +393,7 @@ def _with(options: Options, **kind: Any) -> Options:
 def _alike(
     settings: Settings, call: Call, *kinds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Settings whose devices send the same, but for the number of rows and heads that they have.
-
-    Args:
-        settings: the settings.
-        call: the model and its batch.
-        kinds: what must be equal: arrays [setting].
-
-    Returns:
-        The first setting of each form; of each setting, the number of its form, and its bytes over
-        those of that first one.
-    """
+    """Settings whose devices send the same, but for the number of rows and heads that they have."""
     # Where a key head is on several devices, bytes do not follow the number of heads.
     shared = call.model.kv_heads % (settings.head * settings.tensor) > 0
     number = number_of(np.where(shared, settings.tensor, 0), *kinds)
@@ -465,17 +455,7 @@ def _with_rounds(steps: Steps, window: int | None) -> Steps:
 
 
 def _receivers(moves: Sequence[Transfer], ranks: int, sequence: int) -> np.ndarray:
-    """The receiver of each message and sender, which is the sender itself if there is none.
-
-    Args:
-        moves: the messages among so many ranks.
-        ranks: these are looked at.
-        sequence: sequence ranks; those in the middle send as far as the one in the middle of those
-            that are looked at.
-
-    Returns:
-        An array [message, rank].
-    """
+    """The receiver of each message and sender, which is the sender itself if there is none."""
     places, half = np.arange(sequence), ranks // 2
     alike = np.where(places < half, places, np.maximum(places - sequence + ranks, half))
     receivers = np.tile(np.arange(ranks), (len(moves), 1))
@@ -494,15 +474,7 @@ lie near the middle of the sequence, where the window of one reaches into the ot
 
 @functools.lru_cache(maxsize=1 << 14)
 def _busiest(number: int, team: int, run: int, window: int) -> float:
-    """Pairs of the device that attends to most in zigzag order.
-
-    Args:
-        number: number of query units, each of which is `team` runs from the beginning of the
-            sequence, and as many from its end.
-        team: team degree; a member attends to every team-th run, of those from either end.
-        run: tokens of a run.
-        window: keys that a query sees.
-    """
+    """Pairs of the device that attends to most in zigzag order."""
     ranks = number * team
     spread = np.linspace(0, number - 1, _SPREAD).astype(np.int64)
     units = np.union1d(spread, np.arange(max(number - _LAST, 0), number))

@@ -170,13 +170,7 @@ def _members(degrees: Degrees, roles: tuple[str, ...]) -> np.ndarray:
 def _targets(
     degrees: Degrees, roles: tuple[str, ...], hop: tuple[Any, ...] | None, inner: int
 ) -> np.ndarray:
-    """The receiver of each member in one message of a permute; none for a member itself.
-
-    Args:
-        degrees, roles: which members there are.
-        hop: one of `Transfer.hops`, or `Transfer.pairs`.
-        inner: as in `Transfer`.
-    """
+    """The receiver of each member in one message of a permute; none for a member itself."""
     ranks = np.arange(math.prod(getattr(degrees, role) for role in roles))
     if hop is not None and isinstance(hop[0], tuple):
         sources, targets = zip(*hop, strict=True)

@@ -149,11 +149,7 @@ def storing(folder: Path, option: str) -> Iterator[None]:
 
 
 def _wait_alone(lock: int, folder: Path) -> bool:
-    """Waits for a lock, which the end of the process releases, however it ends.
-
-    Returns:
-        Whether the file system has locks.
-    """
+    """Waits for a lock, which the end of the process releases, however it ends."""
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

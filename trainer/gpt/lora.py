@@ -92,12 +92,7 @@ def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
 
 
 def _modules(model: GPTConfig, targets: Collection[str]) -> dict[str, set[str]]:
-    """The adapted projections by their names in transformers, such as "q_proj".
-
-    Returns:
-        For each, the weights that are its rows, by their paths in a layer. The projection to query,
-        key and value of linear attention is one.
-    """
+    """The adapted projections by their names in transformers, such as "q_proj"."""
     found: dict[str, set[str]] = {}
     for part, table in tables(model).items():
         if numbers_of(model.layer_mixers, part):

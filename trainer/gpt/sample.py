@@ -207,11 +207,7 @@ def prompt_tokens(
 
 
 def _read_prompt(options: TextOptions) -> str:
-    """The text to continue.
-
-    Raises:
-        ValueError: if the text cannot be read or is not UTF-8.
-    """
+    """The text to continue."""
     if options.prompt is not None:
         return options.prompt
     file = options.prompt_file

@@ -212,13 +212,7 @@ class LinearOnDevice:
 
 
 def _in_order(parameters: Any, weights: Any, x: Array) -> tuple[Any, Array]:
-    """Makes the backward pass complete the gradients of a layer before it goes on.
-
-    Args:
-        parameters: the `Parameter`s of the layer.
-        weights: what `Partition.gather` made of them.
-        x: the input of the layer.
-    """
+    """Makes the backward pass complete the gradients of a layer before it goes on."""
     of_weights, structure = jax.tree.flatten(weights)
     slots = [x.gradient_slot for x in structure.flatten_up_to(parameters)]
     trained = [i for i, slot in enumerate(slots) if slot is not None]

@@ -116,14 +116,7 @@ def _places(attention: Attention, names: Sequence[str]) -> tuple[tuple[int, int]
 
 
 def _degrees(nodes: np.ndarray, seq_len: int, config: TrainConfig, attention: Attention) -> Degrees:
-    """The degrees of a split with the fewest bytes, among those that the heads allow.
-
-    Args:
-        nodes: the node of each device [rows, devices of a row].
-        seq_len: tokens of a row.
-        config: model and options of the run.
-        attention: the attention of the mesh.
-    """
+    """The degrees of a split with the fewest bytes, among those that the heads allow."""
     model, chunks, tensor = config.model, config.attention.head_chunks, attention.degrees.tensor
     # Rows whose devices lie alike on nodes send alike.
     places = {tuple(np.unique(row, return_inverse=True)[1].tolist()) for row in nodes}

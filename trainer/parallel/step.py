@@ -311,14 +311,7 @@ class Program:
     def _local_sum(
         self, sharded: ShardedModel, slots: Any, weights: Any, batch: Any
     ) -> Float32[Array, ""]:
-        """The weighted sum of the losses of this device's tokens.
-
-        Args:
-            sharded: the model, with the attention of these tokens.
-            slots: gradient slots of the weights; None where nothing is differentiated.
-            weights: what `Partition.gather_once` returns.
-            batch: prepared, this device's shard.
-        """
+        """The weighted sum of the losses of this device's tokens."""
         objective, name = self.objective, self.objective.head
         model, auxiliary = sharded.local(weights, slots), None
         if slots is None:

@@ -7,12 +7,11 @@ Imports no jax.
 
 from __future__ import annotations
 
-import html
-import math
+import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer.durable import replace_text
@@ -27,38 +26,8 @@ CURVES = {
     "train_loss": ("training", "#4477aa"),
     "validation_loss": ("validation", "#ee6677"),
 }
-# The same as characters, on a terminal.
-MARKS = {"train_loss": "*", "validation_loss": "o"}
-COLUMNS, ROWS = 60, 11
 Losses = Mapping[str, Sequence[tuple[int, float]]]
 """For each metric of `CURVES`, the steps in which it was measured, and its values."""
-
-# In pixels; LEFT, RIGHT, TOP and BOTTOM are those of the axes.
-WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 64, 704, 40, 350
-# More would not be seen.
-MOST_POINTS = 640
-STYLE = """
-text { font: 13px sans-serif; fill: #333 }
-.end { text-anchor: end } .middle { text-anchor: middle }
-.grid { stroke: #8884 } .curve { fill: none; stroke-width: 2; stroke-linejoin: round }
-@media (prefers-color-scheme: dark) { text { fill: #ccc } }
-"""
-
-
-class Axes(NamedTuple):
-    """The values at the marks of both axes, ascending; the outermost are the ends of the axis."""
-
-    steps: list[float]
-    losses: list[float]
-
-    def place(self, step: float, loss: float) -> tuple[float, float]:
-        """Where a point lies: from 0 to 1, from left to right and from the bottom to the top."""
-        x, y = (
-            (value - marks[0]) / (marks[-1] - marks[0])
-            for value, marks in zip((step, loss), self, strict=True)
-        )
-        return x, y
 
 
 def show_results(run_dir: Path) -> None:
@@ -114,75 +83,32 @@ def losses_of(records: Iterable[Mapping[str, Any]]) -> Losses:
     }
 
 
-def axes_of(losses: Losses) -> Axes:
-    """Axes for all the losses, with up to seven round numbers on each; steps begin at 0."""
-    points = [point for curve in losses.values() for point in curve]
-    steps, values = zip(*points, strict=True)
-    return Axes(_marks(0, max(steps), least=1), _marks(min(values), max(values)))
-
-
 def svg_of(losses: Losses, title: str) -> str:
-    """A picture of the losses as SVG, for light and dark backgrounds.
+    """A picture of the losses as SVG.
 
     Args:
         losses: the losses of a run, at least one.
         title: what they belong to, in any characters.
     """
-    axes = axes_of(losses)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    def place(step: float, loss: float) -> tuple[float, float]:
-        x, y = axes.place(step, loss)
-        return round(LEFT + x * (RIGHT - LEFT), 1), round(BOTTOM - y * (BOTTOM - TOP), 1)
-
-    lines = [f'<text x="{LEFT}" y="22">loss of {html.escape(printable(title))}</text>']
-    for loss in axes.losses:
-        _, y = place(0, loss)
-        lines.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
-        lines.append(f'<text class="end" x="{LEFT - 8}" y="{y + 4}">{loss:.6g}</text>')
-    for step in axes.steps:
-        x, _ = place(step, axes.losses[0])
-        lines.append(f'<text class="middle" x="{x}" y="{BOTTOM + 20}">{step:.9g}</text>')
-    lines.append(f'<text class="middle" x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 40}">step</text>')
-    for number, (name, (label, colour)) in enumerate(CURVES.items()):
-        if not losses[name]:
-            continue
-        # The last point stays, whatever is left out.
-        some = losses[name][:: -math.ceil(len(losses[name]) / MOST_POINTS)][::-1]
-        points = [place(*point) for point in some]
-        path = " ".join(f"{x},{y}" for x, y in points)
-        lines.append(f'<polyline class="curve" stroke="{colour}" points="{path}"/>')
-        if len(points) < 60:
-            lines += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in points]
-        x, y = RIGHT - 190 + 100 * number, 18
-        lines.append(f'<path stroke="{colour}" stroke-width="3" d="M{x} {y}h18"/>')
-        lines.append(f'<text x="{x + 24}" y="{y + 4}">{label}</text>')
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
-    body = "\n".join(lines)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>\n{body}\n</svg>'
-
-
-def chart_of(losses: Losses) -> str:
-    """A picture of the losses, at least one, in characters: 13 lines of up to 70."""
-    axes = axes_of(losses)
-    cells = [[" "] * COLUMNS for _ in range(ROWS)]
-    for name, curve in losses.items():
-        for point in curve:
-            x, y = axes.place(*point)
-            cells[round((1 - y) * (ROWS - 1))][round(x * (COLUMNS - 1))] = MARKS[name]
-    ends = {0: f"{axes.losses[-1]:.6g}", ROWS - 1: f"{axes.losses[0]:.6g}"}
-    lines = [f"{ends.get(i, ''):>8} |{''.join(row)}" for i, row in enumerate(cells)]
-    left = "0  " + "  ".join(f"{MARKS[name]} {label}" for name, (label, _) in CURVES.items())
-    right = f"step {axes.steps[-1]:.9g}"
-    return "\n".join([*lines, f"{'':10}{left}{right:>{COLUMNS - len(left)}}", ""])
-
-
-def _marks(low: float, high: float, least: float = 0.0) -> list[float]:
-    """Round numbers, from one that is at most `low` to one that is at least `high`."""
-    span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / 5))
-    step = max(least, next(k * power for k in (1, 2, 5, 10) if span <= 5 * k * power))
-    first = math.floor(low / step)
-    return [x * step for x in range(first, max(math.ceil(high / step), first + 1) + 1)]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        axes: Any = figure.subplots()
+        axes.set_title(f"loss of {printable(title)}", parse_math=False)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.5)
+        for name, (label, colour) in CURVES.items():
+            if losses[name]:
+                steps, values = zip(*losses[name], strict=True)
+                marker = "o" if len(steps) < 60 else ""
+                axes.plot(steps, values, label=label, color=colour, marker=marker, gid=name)
+        axes.set_xlim(left=0)
+        axes.legend()
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
 
 
 if __name__ == "__main__":

@@ -142,11 +142,7 @@ def _write_videos(
 
 
 def _torch_models(config: WanTrainConfig, options: VideoOptions) -> TorchModels | None:
-    """VAE and encoders, if they are wanted.
-
-    Raises:
-        ValueError: if they are those of another model.
-    """
+    """VAE and encoders, if they are wanted."""
     if options.decode is None:
         return None
     if config.data.path is None:
@@ -182,17 +178,7 @@ def _wishes(
     options: VideoOptions,
     torch_models: TorchModels | None,
 ) -> tuple[list[_Wish], Float[np.ndarray, "S D"]]:
-    """What is drawn, and the text of nothing.
-
-    Args:
-        run: config of the run.
-        config: the same of the size to draw.
-        options: what is wanted.
-        torch_models: what embeds captions, if it is wanted.
-
-    Raises:
-        ValueError: if a caption or a file cannot be used.
-    """
+    """What is drawn, and the text of nothing."""
     files, prompts, text_dim = options.prompt_embeddings, options.prompt, config.model.text_dim
     if config.data.path is None:
         if files:

@@ -120,11 +120,7 @@ def _conversation(record: Record, template: ChatTemplate | None) -> Document:
 
 
 def _checked(messages: Any, place: str) -> Messages:
-    """The messages of a conversation.
-
-    Raises:
-        ValueError: if one of them has no role, or none is the assistant's.
-    """
+    """The messages of a conversation."""
     is_list = isinstance(messages, list) and all(isinstance(x, dict) for x in messages)
     if not is_list or not all(isinstance(x.get("role"), str) for x in messages):
         raise InputError(

@@ -129,12 +129,7 @@ class PackedExamples:
 def _first_of_rows(
     ends: Integer[np.ndarray, " examples"], length: int
 ) -> Int64[np.ndarray, " rows_and_one"]:
-    """The first example of each row, and the number of examples.
-
-    Args:
-        ends: sums of the lengths of the examples up to each one; none is longer than a row.
-        length: tokens of a row.
-    """
+    """The first example of each row, and the number of examples."""
     firsts, begun = [0], 0
     while firsts[-1] < len(ends):
         firsts.append(int(np.searchsorted(ends, begun + length, side="right")))
