@@ -229,8 +229,8 @@ class Attention(Decoding):
             deterministic: whether nothing is dropped.
             mask: bools, or 0 and 1, [batch or 1, 1, 1, kv_seq], True for visible keys, with tokens
                 in the order of `layout`; or any mask on the host that is all True. Traced numbers
-                count as in Flax: keys with 0 are hidden. Convert other dense masks with
-                `masks.recognise`.
+                count as in Flax: keys with 0 are hidden. Write other masks as
+                `mask=` of the attention.
             precision: any value; float32 inputs are always computed in full precision.
             force_fp32_for_softmax: any value; the softmax is always in float32.
             qk_attn_weights_einsum, attn_weights_value_einsum: None, as Linen passes them.

@@ -45,8 +45,7 @@ def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any
             f"[batch, 1, 1, kv_seq] = {[rows, 1, 1, keys]}, and no dense mask; got mask="
             f"{shown(mask)}. {causal if attention.causal else ''}Windows and the like are "
             "mask=startrail_jax.masks... of the attention. Documents are segment_ids=, which "
-            "functools.partial(attention, segment_ids=ids) brings through a module. "
-            "startrail_jax.masks.recognise reads both from a dense mask on the host."
+            "functools.partial(attention, segment_ids=ids) brings through a module."
         )
     # Of a traced mask no value is known. An additive one, with 0 for what is seen, hides all keys.
     valid = mask[:, 0, 0] > 0

@@ -12,7 +12,6 @@ counts and `Attention.explain` all ask that.
 
 from startrail_jax.masks.algebra import Both, Causal, Either, Full, Mask, Window
 from startrail_jax.masks.kinds import BlockCausal, Chunked, Prefix, Rule, Sinks, resolve
-from startrail_jax.masks.recognise import Recognised, recognise
 
 __all__ = [
     "BlockCausal",
@@ -23,10 +22,8 @@ __all__ = [
     "Full",
     "Mask",
     "Prefix",
-    "Recognised",
     "Rule",
     "Sinks",
     "Window",
-    "recognise",
     "resolve",
 ]

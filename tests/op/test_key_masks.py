@@ -1,4 +1,4 @@
-"""Masks of keys, padding ids and short keys in a call; dense masks that are read on the host."""
+"""Masks of keys, padding ids and short keys in a call."""
 
 import functools
 
@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as hst
 
 import startrail_jax as st
 from attention_cases import (
@@ -20,7 +18,6 @@ from attention_cases import (
     relative_error,
 )
 from refusals import refused
-from startrail_jax import masks
 from startrail_jax.errors import InputError, UnsupportedError
 
 DEGREES = st.Degrees.startrail(8, c=2)
@@ -107,7 +104,7 @@ def test_dense_and_additive_masks_are_refused():
     drawn = problem(np.random.default_rng(3))
     x = drawn.query, drawn.key, drawn.value
     dense = np.tril(np.ones((2, 1, 32, 32), bool))
-    with refused(UnsupportedError, "partial", "recognise"):
+    with refused(UnsupportedError, "partial", "segment_ids"):
         attention(causal=False)(*x, mask=dense)
     with refused(UnsupportedError, "causal already"):
         attention(layout="contiguous")(*x, mask=dense)
@@ -254,64 +251,3 @@ def test_keys_with_a_bias_are_not_filled_up():
     x = drawn.query, drawn.key, drawn.value
     with refused(InputError, "key seq_len=77"):
         attention(causal=False)(*x, bias=np.zeros((1, 1, 32, 77), "f4"))
-
-
-# Dense masks ---------------------------------------------------------------------------------
-
-
-@hst.composite
-def dense_masks(draw):
-    """(mask, window, causal): a window in both directions or none, documents, padding."""
-    length, rows = draw(hst.integers(1, 12)), draw(hst.integers(1, 3))
-    side = hst.none() | hst.integers(0, 12)
-    left, right = draw(side), draw(side)
-    starts = hst.lists(hst.booleans(), min_size=length, max_size=length)
-    ids = np.array([np.cumsum(draw(starts)) for _ in range(rows)])
-    behind = np.subtract.outer(np.arange(length), np.arange(length))
-    seen = ids[:, :, None] == ids[:, None, :]
-    seen &= behind <= (length if left is None else left)
-    seen &= -behind <= (length if right is None else right)
-    end = draw(hst.integers(0, length))
-    seen[0, :, end:] = False
-    if draw(hst.booleans()):
-        seen[0, end:] = False
-    return seen
-
-
-@given(dense_masks(), hst.booleans())
-def test_recognise_gives_the_mask_back(dense, heads):
-    found = masks.recognise(dense[:, None] if heads else dense)
-    seen = np.asarray(found.mask.visible(*np.ix_(*map(np.arange, dense.shape[1:]))))
-    ids = found.segment_ids
-    if ids is not None:
-        of_queries, of_keys = ids if isinstance(ids, tuple) else (ids, ids)
-        assert of_queries.dtype == of_keys.dtype == np.int32
-        seen = seen & (of_queries[:, :, None] == of_keys[:, None]) & (of_queries >= 0)[:, :, None]
-    np.testing.assert_array_equal(np.broadcast_to(seen, dense.shape), dense)
-
-
-def test_recognise_names_the_simplest_mask():
-    triangle = np.tril(np.ones((9, 9), bool))
-    assert masks.recognise(triangle) == masks.Recognised(masks.Causal(), None)
-    assert masks.recognise(np.ones((2, 1, 4, 7), bool)) == masks.Recognised(masks.Full(), None)
-    behind = np.subtract.outer(np.arange(9), np.arange(9))
-    two_sided = (behind < 4) & (behind > -3)
-    assert masks.recognise(two_sided).mask == masks.Window(3, 2)
-    documents = np.repeat([0, 1, 2], 3)
-    found = masks.recognise(triangle & np.equal.outer(documents, documents))
-    assert found.mask == masks.Causal()
-    np.testing.assert_array_equal(found.segment_ids, [documents])
-
-
-def test_recognise_refuses_what_it_cannot_say():
-    triangle = np.tril(np.ones((9, 9), bool))
-    prefix = triangle.copy()
-    prefix[:, :3] = True
-    with refused(InputError, "entries"):
-        masks.recognise(prefix)
-    with refused(InputError, "float64 [9, 9]"):
-        masks.recognise(np.where(triangle, 0.0, -1e9))
-    with refused(InputError, "traced bool[9,9]"):
-        jax.jit(lambda mask: masks.recognise(mask).mask)(prefix)
-    with refused(InputError, "heads differ"):
-        masks.recognise(np.stack([triangle, prefix])[None])
