@@ -12,13 +12,14 @@ References:
     Sinks: gpt-oss, https://arxiv.org/abs/2508.10925
     Norms after a block alone, and over all heads: OLMo 2, https://arxiv.org/abs/2501.00656
     Layers of linear attention among those of attention: Qwen3-Next and Qwen3.5, and Olmo Hybrid
+    Experts: see `models.experts`
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.attention import GPTAttention, Rotation
+from models.experts import Experts, ExpertSizes, Route
 from models.gated_delta import GatedDeltaNet, GatedDeltaSizes
 from models.hooks import Hooks
 from models.layers import (
@@ -39,11 +41,33 @@ from models.layers import (
     projected,
 )
 from models.linear import linear, project_to_rows
-from models.periods import LINEAR, Kind, Stretch, kinds_of_layers, layer_of, stretches
+from models.periods import (
+    EXPERTS,
+    LINEAR_EXPERTS,
+    MIXERS,
+    Kind,
+    Stretch,
+    kinds_of_layers,
+    layer_of,
+    stretches,
+)
 from models.rope import Rope
+from startrail_jax.xla.varying import vary, varying_axes
 
 Mixer = GPTAttention | GatedDeltaNet
 """What a layer mixes tokens with."""
+
+
+class Added(NamedTuple):
+    """What layers of experts add to the loss, and how they are balanced."""
+
+    auxiliary: Float32[Array, "B T"]
+    """The sum of the auxiliary losses of all layers, for each token."""
+    busiest: Float32[Array, ""]
+    """The mean over layers of `Route.busiest`."""
+
+
+_OF_EXPERTS = (EXPERTS, LINEAR_EXPERTS)
 
 
 class GPT(nnx.Module):
@@ -74,6 +98,8 @@ class GPT(nnx.Module):
         attention_gate: bool = False,
         mixers: Sequence[Literal["attention", "linear"]] = ("attention",),
         linear_sizes: GatedDeltaSizes | None = None,
+        feed_forwards: Sequence[Literal["mlp", "experts"]] = ("mlp",),
+        expert_sizes: ExpertSizes | None = None,
         windows: Sequence[int | None] = (None,),
         ropes: Sequence[Rope | None] | None = None,
         output_softcap: float | None = None,
@@ -83,8 +109,9 @@ class GPT(nnx.Module):
     ) -> None:
         """Builds the model with float32 weights, stacked over layers: [layers, ...].
 
-        Those of layers with attention are in the part `blocks`, and those of layers with linear
-        attention in `linear_blocks`.
+        Those of layers with attention are in the part `blocks`, those of layers with linear
+        attention in `linear_blocks`, and those of layers of experts in `expert_blocks` and
+        `linear_expert_blocks`.
 
         Args:
             vocab_size: number of token ids.
@@ -113,6 +140,8 @@ class GPT(nnx.Module):
             mixers: "attention" or "linear" (a `GatedDeltaNet`) for each layer: layer i has entry i
                 modulo their number.
             linear_sizes: sizes of the layers of linear attention, which `hooks` must have too.
+            feed_forwards: "mlp" or "experts" for each layer, likewise.
+            expert_sizes: sizes of the layers of experts.
             windows: the number of keys that a query sees in each layer, its own included; None for
                 those that `attention_fn` shows. They repeat likewise, and count for layers with
                 attention alone.
@@ -125,7 +154,7 @@ class GPT(nnx.Module):
         """
         self.dtype = jnp.dtype(dtype)
         ropes = (Rope(head_dim=head_dim),) if ropes is None else ropes
-        kinds = kinds_of_layers(mixers, windows, ropes, layers)
+        kinds = kinds_of_layers(mixers, feed_forwards, windows, ropes, layers)
         self.stretches = stretches(kinds)
         self.embedding_scale = width**0.5 if scaled_embedding else None
         self.output_softcap = output_softcap
@@ -150,7 +179,7 @@ class GPT(nnx.Module):
 
         def make_mixer(part: str, rngs: nnx.Rngs) -> Mixer:
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
-            if part == LINEAR:
+            if MIXERS[part] == "linear":
                 assert linear_sizes is not None, "layers of linear attention have sizes"
                 own = self.hooks.linear_attention
                 return GatedDeltaNet(linear_sizes, linear_attention=own, **common)
@@ -166,15 +195,20 @@ class GPT(nnx.Module):
                 **common,
             )
 
+        def make_feed_forward(part: str, rngs: nnx.Rngs) -> MLP | Experts:
+            common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
+            if part in _OF_EXPERTS:
+                assert expert_sizes is not None, "layers of experts have sizes"
+                return Experts(expert_sizes, **common)
+            return MLP(mlp, hidden=mlp_width, **common)
+
         def make_block(part: str, rngs: nnx.Rngs) -> GPTBlock:
             return GPTBlock(
                 attention=make_mixer(part, rngs),
-                mlp=MLP(
-                    mlp, width=width, hidden=mlp_width, out_gain=out_gain, dtype=dtype, rngs=rngs
-                ),
+                mlp=make_feed_forward(part, rngs),
                 width=width,
                 make_norm=norm,
-                norms=(linear_norms or norms) if part == LINEAR else norms,
+                norms=(linear_norms or norms) if MIXERS[part] == "linear" else norms,
                 dtype=dtype,
                 hooks=self.hooks,
                 rngs=rngs,
@@ -217,26 +251,57 @@ class GPT(nnx.Module):
         segment_ids: Int32[Array, "B T"] | None = None,
     ) -> Float[Array, "B T width"]:
         """What `logits` takes: the last layer's output, normalised. Arguments as in `__call__`."""
+        return self.hidden_and_added(tokens, positions, segment_ids)[0]
+
+    def hidden_and_added(
+        self,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        segment_ids: Int32[Array, "B T"] | None = None,
+        token_weights: Float32[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T width"], Added | None]:
+        """`hidden`, and what layers of experts add to the loss; None without such layers.
+
+        Args:
+            tokens, positions, segment_ids: as in `__call__`.
+            token_weights: how much the loss of each token counts; None for 1. Tokens that do not
+                count are no part of the balance of experts.
+        """
         graphs, weights = self._split()
 
         def run_block(
-            kind: Kind, weights: Any, x: Array, rotation: Rotation, segment_ids: Array | None
-        ) -> Array:
+            kind: Kind,
+            weights: Any,
+            x: Array,
+            rotation: Rotation,
+            segment_ids: Array | None,
+            token_weights: Array | None,
+        ) -> tuple[Array, Added | None]:
             block = nnx.merge(graphs[kind.part], weights)
-            return block(x, rotation, kind.window, block.attention.uncached(segment_ids))[0]
+            attend = block.attention.uncached(segment_ids)
+            x, _, route = block(x, rotation, kind.window, attend, token_weights)
+            return x, None if route is None else Added(route.auxiliary, route.busiest)
 
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
-        x = self._embed(tokens)
+        x, added = self._embed(tokens), None
+        if counts := [len(jax.tree.leaves(weights[x])[0]) for x in weights if x in _OF_EXPERTS]:
+            zeros = jnp.zeros(x.shape[:2], jnp.float32)
+            added = Added(vary(zeros, *varying_axes(x)), jnp.zeros(()))
         for stretch in self.stretches:
 
-            def step(x: Array, weights: Any, stretch: Stretch = stretch) -> tuple[Array, None]:
+            def step(carry: Any, weights: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
+                x, added = carry
                 for kind, own in stretch.each(weights):
-                    x = layers[kind](own, x, rotations[kind.rope], segment_ids)
-                return x, None
+                    rotation = rotations[kind.rope]
+                    x, new = layers[kind](own, x, rotation, segment_ids, token_weights)
+                    added = added if new is None else jax.tree.map(jnp.add, added, new)
+                return (x, added), None
 
-            x, _ = lax.scan(step, x, stretch.grouped(weights))
-        return self.norm(x).astype(self.dtype)
+            (x, added), _ = lax.scan(step, (x, added), stretch.grouped(weights))
+        if added is not None:
+            added = added._replace(busiest=added.busiest / sum(counts))
+        return self.norm(x).astype(self.dtype), added
 
     def hidden_with_cache(
         self,
@@ -250,8 +315,8 @@ class GPT(nnx.Module):
         Args:
             tokens: token ids.
             positions: position of each token in its sequence.
-            caches: for each part of the layers, `blocks` and `linear_blocks`, arrays with what all
-                its layers keep. The loop over layers carries them, so that what is written for one
+            caches: for each part of the layers, such as `blocks`, arrays with what all its layers
+                keep. The loop over layers carries them, so that what is written for one
                 layer is written in place.
             attend: for each part, what its layers call: (cache, layer, *arrays) -> (out, cache),
                 where `layer` is the number of the layer in its part, and the arrays are those of
@@ -267,7 +332,7 @@ class GPT(nnx.Module):
         ) -> tuple[Array, Any]:
             block = nnx.merge(graphs[kind.part], weights)
             own = functools.partial(attend[kind.part], cache, number)
-            return block(x, rotation, kind.window, own)
+            return block(x, rotation, kind.window, own)[:2]
 
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
@@ -343,7 +408,7 @@ class GPTBlock(nnx.Module):
         self,
         *,
         attention: Mixer,
-        mlp: MLP,
+        mlp: MLP | Experts,
         width: int,
         make_norm: MakeNorm,
         norms: Norms,
@@ -368,18 +433,37 @@ class GPTBlock(nnx.Module):
         rotation: Rotation,
         window: int | None,
         attend: Callable[..., tuple[Array, Any]],
-    ) -> tuple[Float[Array, "B T width"], Any]:
-        """Runs the block; returns its output and the cache that `attend` returned."""
+        token_weights: Float32[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T width"], Any, Route | None]:
+        """Runs the block; returns its output, the cache that `attend` returned, and where a layer
+        of experts has sent its tokens."""
         copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
-
-        def feed_forward(x: Array) -> Array:
-            out = reduce(self.mlp(copy(self._normalised(x, self.mlp_norm))))
-            return self._normalised(out, self.mlp_out_norm)
 
         normalised = copy(self._normalised(x, self.attention_norm))
         out, kv_cache = self.attention(normalised, rotation, window, attend)
         x = x + self._normalised(projected(reduce(out)), self.attention_out_norm)
-        return x + self.hooks.tiled(feed_forward)(x), kv_cache
+        out, route = self._feed_forward(x, token_weights)
+        return x + out, kv_cache, route
+
+    def _feed_forward(
+        self, x: Float[Array, "B T width"], token_weights: Float32[Array, "B T"] | None
+    ) -> tuple[Float[Array, "B T width"], Route | None]:
+        hooks, mlp = self.hooks, self.mlp
+        copy, reduce = hooks.copy_to_tensor, hooks.reduce_from_tensor
+        if isinstance(mlp, MLP):
+
+            def dense(x: Array) -> Array:
+                out = reduce(mlp(copy(self._normalised(x, self.mlp_norm))))
+                return self._normalised(out, self.mlp_out_norm)
+
+            return hooks.tiled(dense)(x), None
+
+        def of_experts(x: Array, chosen: Array, shares: Array) -> Array:
+            return self._normalised(mlp(x, chosen, shares, copy, reduce), self.mlp_out_norm)
+
+        x = self._normalised(x, self.mlp_norm)
+        route = mlp.route(x, token_weights, hooks.sum_over_tokens)
+        return hooks.tiled(of_experts)(x, route.chosen, route.shares), route
 
     def _normalised(self, x: Float[Array, "B T width"], norm: nnx.RMSNorm | None) -> Array:
         return x if norm is None else norm(x).astype(self.dtype)

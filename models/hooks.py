@@ -53,6 +53,8 @@ class Hooks:
     mean_over_tensor: Callable[[Array], Array] = _unchanged
     """Applied to a mean over the heads of one device, such as that of a norm over all heads: the
     mean over the tensor-parallel devices, with its gradient."""
+    sum_over_tokens: Callable[[Array], Array] = _unchanged
+    """The sum over the devices that have different tokens of a batch. It has no gradient."""
     attend_whole: Callable[[Array, Array, Array], Array] = jax.nn.dot_product_attention
     """Attention of tokens to others that are whole on every device, such as those of a text:
     (query [B T N H], key [B S N H], value [B S N H]) -> [B T N H]."""

@@ -18,7 +18,15 @@ from models.rope import Rope
 from startrail_jax.planner.layers import loops_of
 
 ATTENTION, LINEAR = "blocks", "linear_blocks"
-"""Parts of a model: the stacked weights of the layers with attention, and with linear attention."""
+EXPERTS, LINEAR_EXPERTS = "expert_blocks", "linear_expert_blocks"
+PARTS = {
+    **{("attention", "mlp"): ATTENTION, ("linear", "mlp"): LINEAR},
+    **{("attention", "experts"): EXPERTS, ("linear", "experts"): LINEAR_EXPERTS},
+}
+"""What a layer mixes tokens with, and its feed-forward -> the part of a model that holds the
+stacked weights of such layers."""
+MIXERS = {part: mixer for (mixer, _), part in PARTS.items()}
+"""Part -> what its layers mix tokens with."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,15 @@ def layer_of(weights: Any) -> Any:
     return jax.tree.map(lambda x: x[weights.index], weights.group)
 
 
+def layers_of(part: str, mixers: Sequence[str], feed_forwards: Sequence[str]) -> list[int]:
+    """The numbers of the layers whose weights are in a part, given what all layers are."""
+    pairs = zip(mixers, feed_forwards, strict=True)
+    return [number for number, pair in enumerate(pairs) if PARTS[pair] == part]
+
+
 def kinds_of_layers(
     mixers: Sequence[str],
+    feed_forwards: Sequence[str],
     windows: Sequence[int | None],
     ropes: Sequence[Rope | None],
     layers: int,
@@ -111,9 +126,11 @@ def kinds_of_layers(
     """The kind of each layer, of patterns that repeat: layer i has entry i modulo their number."""
 
     def kind(i: int) -> Kind:
-        if mixers[i % len(mixers)] == "linear":
-            return Kind(LINEAR)
-        return Kind(ATTENTION, windows[i % len(windows)], ropes[i % len(ropes)])
+        mixer = mixers[i % len(mixers)]
+        part = PARTS[mixer, feed_forwards[i % len(feed_forwards)]]
+        if mixer == "linear":
+            return Kind(part)
+        return Kind(part, windows[i % len(windows)], ropes[i % len(ropes)])
 
     return tuple(map(kind, range(layers)))
 

@@ -62,6 +62,7 @@ MODELS_MAY_USE_OF_OP = {
     f"{OP}.errors",
     f"{OP}.shapes",
     f"{OP}.xla.ordering",
+    f"{OP}.xla.varying",
     f"{OP}.planner.layers",
 }
 

@@ -253,6 +253,7 @@ class Loop:
                 "train_loss": float(np.mean(self._since_report)),
                 "gradient_norm": norm,
                 "learning_rate": float(metrics.learning_rate),
+                **{name: float(value) for name, value in metrics.others.items()},
                 "memory_bytes": self._memory_bytes,
                 **({"steps_skipped": self._skipped} if self._skipped else {}),
                 **self.checkpoints.take_costs(),

@@ -73,14 +73,18 @@ class Objective(ABC):
     def hidden(self, model: Any, batch: Any) -> Float[Array, "B T width"]:
         """The hidden states from which `losses` and `outputs` start, for a prepared batch."""
 
+    metric_names: tuple[str, ...] = ()
+    """Names of the metrics that `hidden_and_auxiliary` returns."""
+
     def hidden_and_auxiliary(
         self, model: Any, batch: Any
-    ) -> tuple[Float[Array, "B T width"], Float32[Array, "B T"] | None]:
+    ) -> tuple[Float[Array, "B T width"], Float32[Array, "B T"] | None, dict[str, Array]]:
         """`hidden` in training, and what layers add to the loss of each token; None for nothing.
 
-        For example, the loss that balances the experts of a layer. Evaluation leaves it out.
+        For example, the loss that balances the experts of a layer. Evaluation leaves it out. Last
+        come metrics by name: scalars that are the same on all devices.
         """
-        return self.hidden(model, batch), None
+        return self.hidden(model, batch), None, {}
 
     @abstractmethod
     def outputs(self, model: Any, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T out"]:

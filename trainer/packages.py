@@ -10,7 +10,7 @@ from trainer.printable import printable
 
 NEEDED = (
     *("jax", "flax", "optax", "orbax", "grain", "tyro", "rich", "safetensors"),
-    *("tensorboardX", "docstring_parser"),
+    *("tensorboardX", "docstring_parser", "matplotlib"),
 )
 """Those of the extra `train`. Packages of other extras have messages of their own."""
 ROOT = Path(__file__).parents[1]

@@ -189,6 +189,8 @@ def _legal_degrees(num_gpus: int, call: Call, given: dict[str, int]) -> dict[str
     legal &= (call.batch % data == 0) & (model.heads % parts == 0)
     legal &= (model.kv_heads % parts == 0) | (parts % model.kv_heads == 0)
     legal &= model.mlp_width % tensor == 0
+    if model.experts is not None:
+        legal &= (model.experts.width % tensor == 0) & (model.experts.shared_width % tensor == 0)
     if model.linear is not None:
         keys = model.linear.key_heads
         legal &= (model.linear.heads % tensor == 0) & ((keys % tensor == 0) | (tensor % keys == 0))

@@ -50,8 +50,8 @@ def loops_of(kinds: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
     return best[0][1]
 
 
-def turn_of(loops: Sequence[tuple[int, int]], mixers: Sequence[str]) -> Counter[str]:
-    """How many layers of each mixer a turn has, of the loop whose turns have most layers."""
+def turn_of(loops: Sequence[tuple[int, int]], kinds: Sequence[Any]) -> Counter[Any]:
+    """How many layers of each kind a turn has, of the loop whose turns have most layers."""
     starts = [0, *itertools.accumulate(period * turns for period, turns in loops)]
     period, first = max((x[0], start) for x, start in zip(loops, starts, strict=False))
-    return Counter(mixers[first : first + period])
+    return Counter(kinds[first : first + period])

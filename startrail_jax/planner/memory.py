@@ -267,7 +267,7 @@ def _saved(sizes: StepSizes) -> Part:
         if model.text_tokens:
             # Another attention, whose norm and input are float32; and norms over all heads.
             wide, narrow = (wide + 6, narrow - 2) if sizes.zero == 3 else (wide + 3, narrow + 1)
-        layer = 6 * hidden + (wide * FLOAT32 // model.itemsize + narrow) * sizes.stream
+        layer = (wide * FLOAT32 // model.itemsize + narrow) * sizes.stream
         copies = 0 if sizes.zero == 3 else FLOAT32 * sizes.stacked_elements
         # What is exchanged, or joined from parts, is saved before and after.
         exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
@@ -283,7 +283,7 @@ def _saved(sizes: StepSizes) -> Part:
         # Beside its projections, linear attention has convolved and normalised ones, and float32
         # arrays of its norms.
         of_linear = _linear_states(sizes) + 13 * _linear_projections(sizes)
-        size = _of_layers(sizes, layer + of_attention, layer + of_linear) + copies
+        size = _of_layers(sizes, layer + of_attention, layer + of_linear, 6 * hidden) + copies
         return Part(name=name, size=size, exact=False)
     of_attention = of_linear = layer = sizes.stream
     if sizes.remat != "full":
@@ -302,10 +302,8 @@ def _saved(sizes: StepSizes) -> Part:
         shards = _shard_bytes(sizes, 1 + model.attention_gate, 1)
         of_attention = of_attention + shards + sizes.stream + _of_texts(sizes)
         of_linear = of_linear + _linear_projections(sizes) + sizes.stream
-    if sizes.remat == "products_saved":
-        products = (model.mlp_matrices - 1) * hidden
-        of_attention, of_linear = of_attention + products, of_linear + products
-    size = _of_layers(sizes, of_attention, of_linear)
+    products = (model.mlp_matrices - 1) * hidden * (sizes.remat == "products_saved")
+    size = _of_layers(sizes, of_attention, of_linear, products)
     return Part(name=name, size=size, host=sizes.offload)
 
 
@@ -318,10 +316,14 @@ def _of_texts(sizes: StepSizes) -> Amount:
     return _shard_bytes(sizes, 1, 0) + sizes.stream + keys * model.itemsize
 
 
-def _of_layers(sizes: StepSizes, of_attention: Amount, of_linear: Amount) -> Amount:
-    """The sum over all layers of what those with either mixer have."""
-    mixers = Counter(sizes.model.layer_mixers)
-    return mixers["attention"] * of_attention + mixers["linear"] * of_linear
+def _of_layers(
+    sizes: StepSizes, of_attention: Amount, of_linear: Amount, of_mlp: Amount = 0
+) -> Amount:
+    """The sum over all layers of what those with either mixer have, and those with an MLP."""
+    model = sizes.model
+    mixers, feeds = Counter(model.layer_mixers), Counter(model.layer_feed_forwards)
+    mixing = mixers["attention"] * of_attention + mixers["linear"] * of_linear
+    return mixing + feeds["mlp"] * of_mlp
 
 
 def _linear_projections(sizes: StepSizes) -> Amount:
@@ -521,9 +523,8 @@ def _sparse_attention_bytes(sizes: StepSizes) -> Amount:
 
 
 def _mlp_elements(sizes: StepSizes) -> Amount:
-    """Elements of the matrices of one MLP on a device."""
-    model = sizes.model
-    return model.mlp_matrices * model.width * (model.mlp_width // sizes.degrees.tensor)
+    """Elements of the matrices of one MLP, or of all experts of a layer, on a device."""
+    return sizes.model.largest_feed_forward // sizes.degrees.tensor
 
 
 def _mlp_bytes(sizes: StepSizes) -> Amount:
@@ -534,7 +535,16 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
     activations = 2 * model.mlp_matrices * tile * hidden * model.itemsize
     weights = _mlp_elements(sizes)
     used = 0 if sizes.zero in (1, 2) else model.itemsize * weights
-    return activations + used + np.where(tile < sizes.tokens, FLOAT32 * weights, 0)
+    summed = np.where(tile < sizes.tokens, FLOAT32 * weights, 0)
+    if model.experts is not None:
+        # The loop over the rows of experts adds up float32 outputs, and gradients of inputs and
+        # weights; of all tokens there are logits and probabilities.
+        of_tile = (3 * FLOAT32 + 2 * model.itemsize) * tile * model.width
+        of_all = 3 * FLOAT32 * sizes.tokens * model.experts.count
+        shared = model.experts.shared_width // sizes.degrees.tensor
+        activations = of_tile + of_all + 6 * tile * shared * model.itemsize
+        summed = summed + FLOAT32 * weights * (not model.lora_rank)
+    return activations + used + summed
 
 
 def _loss_bytes(sizes: StepSizes) -> Amount:

@@ -49,11 +49,36 @@ class LinearSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoESizes:
+    """Sizes of the layers of experts."""
+
+    count: int
+    """Number of experts."""
+    top_k: int
+    """Number of experts of each token."""
+    width: int
+    """Channels between the projections of an expert."""
+    shared_width: int = 0
+    """The same of the expert that all tokens go to; 0 for none."""
+    shared_gate: bool = False
+    """Whether a gate multiplies the output of that expert."""
+    biases: bool = False
+    """Whether router and experts have biases."""
+
+
+_FEED_FORWARD = ("gate", "up", "down", "expert_gate", "expert_up", "expert_down")
+_PADDING = 8
+"""Rows of experts over those that are filled up: see `models.experts.tile_rows`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """The layers of one kind: how many there are, and what each one needs."""
 
     mixer: str
     """"attention" or "linear"."""
+    feed_forward: str
+    """"mlp" or "experts"."""
     count: int
     projections: Mapping[str, tuple[int, int]]
     """Inputs and outputs of each matrix, by which a token is multiplied."""
@@ -69,6 +94,15 @@ class LayerKind:
     of_text: Mapping[str, tuple[int, int]]
     """Likewise of each matrix by which the tokens of a text or of an image are multiplied, once for
     a sequence."""
+    active: int
+    """Weights of the matrices that each token is multiplied with."""
+    padded: int
+    """Those that would take as long as the rows of experts that are filled up."""
+    again: int
+    """Those of `active` that a backward pass which computes the MLP again multiplies with: all but
+    the last of an MLP."""
+    again_always: int
+    """The same of experts, which any backward pass computes again."""
     moved: int
     """Elements of a token, split over `tensor`, that the kernels between the matrix products read
     and write in a forward pass."""
@@ -90,8 +124,13 @@ class LayerKind:
 
     @property
     def mlp(self) -> int:
-        """Weights of the matrices of the MLP."""
-        return self.weights(*(x for x in ("gate", "up", "down") if x in self.projections))
+        """Weights of the matrices of the MLP, or of all experts."""
+        return self.weights(*(x for x in _FEED_FORWARD if x in self.projections))
+
+    @property
+    def mixing(self) -> int:
+        """Weights of the projections around attention."""
+        return self.matrices - self.mlp
 
     def weights(self, *names: str) -> int:
         """Weights of some projections."""
@@ -134,6 +173,10 @@ class ModelSizes:
     """What each layer mixes tokens with, "attention" or "linear"; the list repeats."""
     linear: LinearSizes | None = None
     """The layers of linear attention, if there are some."""
+    feed_forwards: tuple[str, ...] = ("mlp",)
+    """What follows attention in each layer, "mlp" or "experts"; the list repeats."""
+    experts: MoESizes | None = None
+    """The layers of experts, if there are some."""
     outputs: int
     """Numbers for each token: size of the vocabulary, or values of a patch."""
     tied_head: bool = False
@@ -196,6 +239,12 @@ class ModelSizes:
                 "mixers must be attention, and linear where there are sizes of linear attention; "
                 f"got mixers={self.mixers}, linear={self.linear} {named}. Correct them."
             )
+        feeds = {"mlp"} if self.experts is None else {"mlp", "experts"}
+        if not {*self.layer_feed_forwards} <= feeds:
+            raise InputError(
+                "feed_forwards must be mlp, or experts where there are sizes of experts; got "
+                f"feed_forwards={self.feed_forwards}, experts={self.experts} {named}. Correct them."
+            )
         if len(self.windows) > self.layers:
             raise InputError(
                 "--windows must have no more entries than the model has layers; got "
@@ -237,6 +286,21 @@ class ModelSizes:
         return tuple(self.mixers[i % len(self.mixers)] for i in range(self.layers))
 
     @property
+    def layer_feed_forwards(self) -> tuple[str, ...]:
+        """What follows attention in each layer."""
+        return tuple(self.feed_forwards[i % len(self.feed_forwards)] for i in range(self.layers))
+
+    @property
+    def layer_pairs(self) -> tuple[tuple[str, str], ...]:
+        """The mixer and the feed-forward of each layer."""
+        return tuple(zip(self.layer_mixers, self.layer_feed_forwards, strict=True))
+
+    @property
+    def largest_feed_forward(self) -> int:
+        """Weights of the matrices of the largest MLP, or of all experts of a layer."""
+        return max(kind.mlp for kind in self.kinds)
+
+    @property
     def layer_kinds(self) -> tuple[Any, ...]:
         """The window of each layer, None for a layer that attends to all earlier tokens; "linear"
         for a layer of linear attention."""
@@ -252,10 +316,12 @@ class ModelSizes:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of layers, each with its weights and products."""
-        return tuple(self._kind(*x) for x in Counter(self.layer_mixers).items())
+        return tuple(self._kind(*x, count) for x, count in Counter(self.layer_pairs).items())
 
-    def _kind(self, mixer: str, count: int) -> LayerKind:
-        width, mlp = self.width, self.mlp_width
+    def _kind(self, mixer: str, feed_forward: str, count: int) -> LayerKind:
+        width, mlp, experts = self.width, self.mlp_width, None
+        if feed_forward == "experts" and self.experts is not None:
+            experts, mlp = self.experts, self.experts.shared_width
         others = 6 * width**2 if self.modulated else 2 * width
         linear, of_text = self.linear, {}
         if mixer == "linear" and linear is not None:
@@ -289,11 +355,25 @@ class ModelSizes:
         if self.mlp_matrices == 3:
             projections["gate"] = (width, mlp)
         projections |= {"up": (width, mlp), "down": (mlp, width)}
+        moved += self.mlp_matrices * mlp
+        again, one, idle = (self.mlp_matrices - 1) * width * mlp, 0, 0
+        if experts is not None:
+            inputs = experts.count * width
+            gates = {x: (inputs, experts.width) for x in ("expert_gate", "expert_up")}
+            projections |= gates | {"expert_down": (inputs, experts.width)}
+            others += inputs + experts.shared_gate * width
+            others += experts.biases * (experts.count * (1 + 2 * experts.width + width))
+            # A matrix of the experts of a token. The router is float32, and whole on all devices.
+            one = experts.top_k * width * experts.width
+            idle = 3 * (experts.count - experts.top_k) * width * experts.width - inputs
+            # Rows of inputs and outputs, which are float32, beside the hidden channels.
+            moved += experts.top_k * (3 * experts.width + 3 * width)
         both = {**projections, **of_text}
         names = (*self.lora_targets, *(f"text_{x}" for x in self.lora_targets))
         adapted = (both[x] for x in names if x in both)
         return LayerKind(
             mixer=mixer,
+            feed_forward=feed_forward,
             count=count,
             projections=projections,
             heads=heads,
@@ -302,7 +382,11 @@ class ModelSizes:
             others=others,
             adapters=self.lora_rank * sum(map(sum, adapted)),
             of_text=of_text,
-            moved=moved + self.mlp_matrices * mlp,
+            active=sum(map(math.prod, projections.values())) - idle,
+            padded=3 * one // _PADDING,
+            again=again,
+            again_always=2 * one,
+            moved=moved,
         )
 
     @property
@@ -313,7 +397,7 @@ class ModelSizes:
     @property
     def matrices(self) -> int:
         """Weights of all layers that each token is multiplied with, without adapters."""
-        return sum(kind.count * kind.matrices for kind in self.kinds)
+        return sum(kind.count * kind.active for kind in self.kinds)
 
     @property
     def adapters(self) -> int:

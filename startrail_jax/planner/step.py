@@ -137,14 +137,16 @@ class Step:
         waits = waits + repeats * (forward.seconds - forward.compute)
         if savings.remat not in ("none", "full"):
             waits = waits + self.timing.exchanges_again_seconds[savings.offload][self._rows]
-        layer = [self._products(kind.matrices + self._of_texts(kind)) for kind in self.kinds]
+        layer = [
+            self._products(kind.active + kind.padded + self._of_texts(kind)) for kind in self.kinds
+        ]
         adapters = [self._products(kind.adapters) for kind in self.kinds]
         # What is recomputed of a layer stops before the last product of the MLP.
-        of_mlp = (model.mlp_matrices - 1) * model.width * model.mlp_width
         again = [
             self._products(
-                of_mlp * (savings.remat in REPEATS_MLP)
-                + (kind.matrices - kind.mlp) * (savings.remat in REPEATS_PROJECTIONS)
+                kind.again_always
+                + kind.again * (savings.remat in REPEATS_MLP)
+                + kind.mixing * (savings.remat in REPEATS_PROJECTIONS)
             )
             for kind in self.kinds
         ]
@@ -297,8 +299,8 @@ class Step:
         shards = settings.replicas if savings.zero else 1
         trained = self.trained // shards
         frozen = self.whole_elements - self.trained
-        loops = loops_of(model.layer_kinds)
-        turn = turn_of(loops, model.layer_mixers)
+        loops = loops_of(tuple(zip(model.layer_kinds, model.layer_feed_forwards, strict=True)))
+        turn = turn_of(loops, model.layer_pairs)
         stacked = self.stacked_elements // shards
         itemsize = model.frozen_itemsize if model.lora_rank else _FLOAT32
         return StepSizes(
@@ -323,7 +325,8 @@ class Step:
             frozen_elements=frozen,
             layer_elements=np.max(self.layer_elements, axis=0),
             turn_trained=sum(
-                turn[kind.mixer] * x for kind, x in zip(self.kinds, self.layer_trained, strict=True)
+                turn[kind.mixer, kind.feed_forward] * x
+                for kind, x in zip(self.kinds, self.layer_trained, strict=True)
             ),
             rows=self.call.batch // settings.data,
             in_rings=self._in_rings,
@@ -360,7 +363,10 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
         if name in kind.projections
     )
     down = taken(model.mlp_width) * (model.width * model.mlp_width)
-    found = (outs + model.layers * down) // tensor
+    found = (outs + model.layer_feed_forwards.count("mlp") * down) // tensor
+    if model.experts is not None:
+        count, whole = model.layer_feed_forwards.count("experts"), model.largest_feed_forward
+        found = found + count * (model.experts.count % settings.replicas > 0) * (whole // tensor)
     if model.kind == "wan":
         # Biases and norms of heads, and a table of 6 modulations.
         table = (6 % settings.replicas > 0) * 6

@@ -94,7 +94,7 @@ class MissingLetter(Objective):
 
     def hidden_and_auxiliary(self, model, batch):
         hidden = self.hidden(model, batch)
-        return hidden, self._config.smallness * jnp.mean(hidden**2, axis=-1)
+        return hidden, self._config.smallness * jnp.mean(hidden**2, axis=-1), {}
 
     def outputs(self, model, hidden):
         return model.head(hidden)

@@ -134,6 +134,59 @@ class LinearConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Layers whose feed-forward is one of experts, of which each token goes to a few."""
+
+    count: int = 8
+    """Number of experts."""
+    top_k: int = 2
+    """Number of experts of each token."""
+    width: int | None = None
+    """Number of hidden channels of an expert. The default is `model.mlp_width`."""
+    shared_width: int = 0
+    """The same of a further expert, to which all tokens go. The default is none."""
+    shared_gate: bool = False
+    """Whether the sigmoid of a projection multiplies the output of that expert."""
+    activation: Literal["swiglu", "clamped"] = "swiglu"
+    """Activation of the experts: "clamped" is that of gpt-oss."""
+    biases: bool = False
+    """Whether the router and the experts have biases, as in gpt-oss."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the logits of the router into the shares of experts in the output."""
+    normalised: bool = True
+    """Whether the shares of the experts of a token are divided by their sum."""
+    balance_loss: float = 0.001
+    """Factor of the loss that balances the experts: their number times the sum over all experts of
+    their tokens, as a share of all, times their mean probability (Switch Transformers,
+    https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch, or of a part with
+    gradient accumulation, that the loss counts."""
+    z_loss: float = 0.0
+    """Factor of the mean square of the log-sum-exp of the router's logits (ST-MoE,
+    https://arxiv.org/abs/2202.08906)."""
+
+    def __post_init__(self) -> None:
+        for name in ("count", "top_k", *(["width"] if self.width is not None else [])):
+            check_minimum(f"model.experts.{name}", getattr(self, name), 1)
+        check_minimum("model.experts.shared_width", self.shared_width, 0)
+        if self.top_k > self.count:
+            raise InputError(
+                "model.experts.top_k must be at most model.experts.count; got "
+                f"top_k={self.top_k}, count={self.count}. Change one of them."
+            )
+        if self.shared_gate and not self.shared_width:
+            raise InputError(
+                "model.experts.shared_gate needs a shared expert; got shared_width=0. Give "
+                "--model.experts.shared-width, or leave it out."
+            )
+        for name in ("balance_loss", "z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(
+                    f"model.experts.{name} must be at least 0 and finite; got "
+                    f"{name}={getattr(self, name)}. Use 0.001, or 0 for none."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Sizes of the model: the keyword arguments of `models.gpt.GPT`."""
 
@@ -188,6 +241,11 @@ class GPTConfig:
     three layers of linear attention and one of attention, repeated, as in Qwen3.5."""
     linear: LinearConfig = field(default_factory=LinearConfig)
     """Layers of linear attention."""
+    feed_forwards: tuple[Literal["mlp", "experts"], ...] = ("mlp",)
+    """What follows attention in each layer: the list repeats. `mlp experts` is Llama 4, and
+    `experts` a model with experts in all layers."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Layers of experts."""
     windows: tuple[int | Literal["none"], ...] = ("none",)
     """Number of tokens that a token of each layer attends to, itself and those before it: the list
     repeats, and `none` attends to all earlier tokens. `4096` is Mistral, and `512 512 512 none` is
@@ -236,6 +294,7 @@ class GPTConfig:
             )
         patterns = {
             "mixers": self.mixers,
+            "feed_forwards": self.feed_forwards,
             "windows": self.windows,
             "rope.bases": self.rope.bases,
         }
@@ -262,6 +321,13 @@ class GPTConfig:
                 "Use --model.qk-norm, or leave it out."
             )
         self._check_linear()
+        given = [x for x, y in vars(self.experts).items() if y != vars(ExpertsConfig())[x]]
+        if given and "experts" not in self.layer_feed_forwards:
+            raise InputError(
+                f"model.experts.{given[0]} needs layers of experts; got "
+                f"feed_forwards={self.feed_forwards}. Use --model.feed-forwards experts, or leave "
+                "it out."
+            )
         stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"
         if stretches_some and all(x is not None for x in self.attention_windows):
             raise InputError(
@@ -294,6 +360,16 @@ class GPTConfig:
     def layer_mixers(self) -> tuple[str, ...]:
         """What each layer mixes tokens with: "attention" or "linear"."""
         return _of_layers(self.mixers, self.layers)
+
+    @property
+    def layer_feed_forwards(self) -> tuple[str, ...]:
+        """The feed-forward of each layer: "mlp" or "experts"."""
+        return _of_layers(self.feed_forwards, self.layers)
+
+    @property
+    def expert_sizes(self) -> dict[str, Any]:
+        """The sizes of layers of experts: the fields of `models.ExpertSizes`."""
+        return vars(self.experts) | {"width": self.experts.width or self.mlp_width}
 
     @property
     def linear_sizes(self) -> dict[str, Any]:

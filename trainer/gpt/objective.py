@@ -12,13 +12,14 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from models.experts import ExpertSizes
 from models.gated_delta import GatedDeltaSizes
 from models.gpt import GPT
 from models.hooks import Hooks
 from models.lora import add_adapters
 from models.rope import Rope
 from startrail_jax.planner.layers import shortest
-from startrail_jax.planner.models import LinearSizes, ModelSizes
+from startrail_jax.planner.models import LinearSizes, ModelSizes, MoESizes
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
@@ -48,10 +49,16 @@ class NextToken(Objective):
             names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
             sizes = {name: model.linear_sizes[name] for name in names}
             linear = {"mixers": model.mixers, "linear": LinearSizes(**sizes)}
+        experts = {}
+        if "experts" in model.layer_feed_forwards:
+            names = ("count", "top_k", "width", "shared_width", "shared_gate", "biases")
+            sizes = {name: model.expert_sizes[name] for name in names}
+            experts = {"feed_forwards": model.feed_forwards, "experts": MoESizes(**sizes)}
         return ModelSizes(
             **common_sizes(config),
             **{name: getattr(model, name) for name in same},
             **linear,
+            **experts,
             outputs=model.vocab_size,
             mlp_matrices=2 if model.mlp == "gelu" else 3,
             windows=shortest(config.layer_windows),
@@ -77,6 +84,20 @@ class NextToken(Objective):
         positions: Any = batch.positions
         segment_ids: Any = batch.segment_ids
         return model.hidden(tokens, positions, segment_ids)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        has_experts = "experts" in self._config.model.layer_feed_forwards
+        return ("busiest_expert",) if has_experts else ()
+
+    def hidden_and_auxiliary(
+        self, model: GPT, batch: TokenBatch
+    ) -> tuple[Float[Array, "B T width"], Float32[Array, "B T"] | None, dict[str, Array]]:
+        arrays: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.weights)
+        hidden, added = model.hidden_and_added(*arrays)
+        if added is None:
+            return hidden, None, {}
+        return hidden, added.auxiliary, {"busiest_expert": added.busiest}
 
     def outputs(self, model: GPT, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
         return model.logits(hidden)
@@ -114,12 +135,14 @@ def make_gpt(
 def model_arguments(config: GPTConfig) -> dict[str, Any]:
     """The keyword arguments of `models.gpt.GPT` for a config."""
     # What belongs to the attention callable, and what is said for each layer.
-    others = ("softcap", "scale_dim", "rope", "linear")
+    others = ("softcap", "scale_dim", "rope", "linear", "experts")
     arguments = {name: value for name, value in vars(config).items() if name not in others}
     windows = (None,) if config.has_one_window else config.layer_windows
     if "linear" in config.layer_mixers:
         arguments["linear_sizes"] = GatedDeltaSizes(**config.linear_sizes)
         arguments["linear_norms"] = config.linear.norms
+    if "experts" in config.layer_feed_forwards:
+        arguments["expert_sizes"] = ExpertSizes(**config.expert_sizes)
     return arguments | {"windows": windows, "ropes": _ropes(config)}
 
 

@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from models.layers import PRECISE
-from models.periods import ATTENTION, LINEAR
+from models.periods import ATTENTION, MIXERS
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary
@@ -49,18 +49,21 @@ TENSOR_DIMS |= {"image_key": 1, "image_value": 1}
 # What linear attention has beside these: see `models.gated_delta`.
 TENSOR_DIMS |= {"out_gate": 1, "decay": 1, "beta": 1, "decay_rate": 0, "decay_bias": 0}
 TENSOR_DIMS |= {"query_conv": 1, "key_conv": 1, "value_conv": 1}
+# Experts, [experts, inputs, outputs], and their biases: see `models.experts`.
+TENSOR_DIMS |= {"expert_gate": 2, "expert_up": 2, "expert_down": 1}
+TENSOR_DIMS |= {"expert_gate_bias": 1, "expert_up_bias": 1}
 # The weights of key heads, of which there may be fewer than devices along `tensor`; and the axes
 # that divide the heads of which each needs one.
 OF_KEY_HEADS = {
-    ATTENTION: (("key", "value", "key_bias", "value_bias", "heads_scale"), ("tensor", "head")),
-    LINEAR: (("query", "key", "query_conv", "key_conv"), ("tensor",)),
+    "attention": (("key", "value", "key_bias", "value_bias", "heads_scale"), ("tensor", "head")),
+    "linear": (("query", "key", "query_conv", "key_conv"), ("tensor",)),
 }
 # The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`.
 ADAPTERS = ("lora_a", "lora_b")
 
 # Parts of a model that are stacked weights of layers. Their first dimension counts layers and is
 # never split.
-STACKED = (ATTENTION, LINEAR)
+STACKED = tuple(MIXERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +175,12 @@ class Partition:
         if dim is not None:
             dim += stacked
             remainder = x.shape[dim] % self.mesh.shape["tensor"]
-            of_keys, axes = OF_KEY_HEADS.get(part or ATTENTION, ((), ()))
+            of_keys, axes = OF_KEY_HEADS[MIXERS[part or ATTENTION]]
             if remainder and layer in of_keys:
                 copied = axes
             elif remainder:
                 raise InputError(
-                    "mesh.tensor must divide heads and mlp_width; got "
+                    "mesh.tensor must divide heads, mlp_width and the width of experts; got "
                     f"tensor={self.mesh.shape['tensor']} for dimension {dim} of "
                     f"{'/'.join(names)}, of size {x.shape[dim]}. Change one of them."
                 )
@@ -295,6 +298,10 @@ class Partition:
     def reduce_from_tensor(self, x: Array) -> Array:
         """`Hooks.reduce_from_tensor`: the sum over `tensor`."""
         return lax.psum(x, self.tensor) if self.tensor else x
+
+    def sum_over_tokens(self, x: Array) -> Array:
+        """`Hooks.sum_over_tokens`."""
+        return lax.psum(lax.stop_gradient(x), self.replicas) if self.replicas else x
 
     def mean_over_tensor(self, x: Array) -> Array:
         """`Hooks.mean_over_tensor`: the mean over `tensor`."""

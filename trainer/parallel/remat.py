@@ -35,8 +35,8 @@ _NAMES: dict[Remat, tuple[str, ...]] = {
 
 
 def rematerialised(
-    layer: Callable[..., Array], *, remat: Remat, offload: bool, gathers_weights: bool
-) -> Callable[..., Array]:
+    layer: Callable[..., Any], *, remat: Remat, offload: bool, gathers_weights: bool
+) -> Callable[..., Any]:
     """A layer that recomputes in its backward pass what it has not saved.
 
     With "full", a layer saves its input, [tokens, width]. With "attention_saved", it also saves the
@@ -51,7 +51,7 @@ def rematerialised(
     of the host's memory; the backward pass exchanges it again.
 
     Args:
-        layer: a function (weights, x, ...) -> x.
+        layer: a function (weights, x, ...) -> x, or a tuple that begins with it.
         remat: what the layer saves.
         offload: whether it saves to the host's memory.
         gathers_weights: whether the layer gathers its weights (ZeRO 3).
@@ -71,19 +71,19 @@ def rematerialised(
         offload_dst="pinned_host",
     )
 
-    def named(weights: Any, x: Array, *context: Any) -> Array:
+    def named(weights: Any, x: Array, *context: Any) -> Any:
         return layer(weights, checkpoint_name(x, LAYER_INPUT), *context)
 
     return _checkpointed(named, policy)
 
 
-def _checkpointed(layer: Callable[..., Array], policy: Callable[..., Any]) -> Callable[..., Array]:
+def _checkpointed(layer: Callable[..., Any], policy: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.checkpoint`, whose layers of a group begin to recompute when their gradients are there.
 
     Nothing else would keep the compiler from recomputing all layers of the group at once.
     """
 
-    def run(weights: Any, *arguments: Any) -> Array:
+    def run(weights: Any, *arguments: Any) -> Any:
         in_order = isinstance(weights, LayerOfGroup)
         return jax.checkpoint(layer, prevent_cse=in_order, policy=policy)(weights, *arguments)
 

@@ -84,6 +84,7 @@ class ShardedModel:
             copy_to_tensor=self.partition.copy_to_tensor,
             reduce_from_tensor=self.partition.reduce_from_tensor,
             mean_over_tensor=self.partition.mean_over_tensor,
+            sum_over_tokens=self.partition.sum_over_tokens,
             attend_whole=self._attend_whole,
             linear_attention=lambda rule: LinearOnDevice(self.linear(rule)),
         )

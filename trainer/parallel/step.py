@@ -58,6 +58,8 @@ class StepMetrics(NamedTuple):
     """Whether loss and norm are finite; if not, the step left the state as it was."""
     learning_rate: Float32[Array, ""]
     """Learning rate of the update."""
+    others: dict[str, Float32[Array, ""]]
+    """The metrics of `Objective.metric_names`."""
 
 
 class Program:
@@ -195,7 +197,7 @@ class Program:
 
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         config = self.config
-        loss, gradients = self.gradients(state.model, batch)
+        (loss, others), gradients = self.gradients(state.model, batch)
         norm = optax.tree.norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
@@ -206,18 +208,21 @@ class Program:
         updated = TrainState(weights, optimizer, average)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         rate = learning_rate(config.optimizer, config.steps)(count)
-        metrics = StepMetrics(loss, norm, finite, jnp.asarray(rate))
+        metrics = StepMetrics(loss, norm, finite, jnp.asarray(rate), others)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state.changing)
         return kept._replace(frozen=state.frozen), metrics
 
-    def gradients(self, weights: Any, batch: Any) -> tuple[Float32[Array, ""], Any]:
-        """The mean loss of a batch, and its float32 gradients, sharded as the weights.
+    def gradients(
+        self, weights: Any, batch: Any
+    ) -> tuple[tuple[Float32[Array, ""], dict[str, Array]], Any]:
+        """The mean loss of a batch with other metrics, and its float32 gradients, sharded as the
+        weights.
 
         Args:
             weights: all of the model. Only those that are trained have gradients.
             batch: a batch of rows, or of the parts of whole documents.
         """
-        out_specs = (PartitionSpec(), self._model.trained_specs)
+        out_specs = ((PartitionSpec(), PartitionSpec()), self._model.trained_specs)
         if not isinstance(batch, PartBatch):
             batch = self._prepare(batch, training=True)
         return self._on_each_device(self._local_gradients, weights, batch, out_specs)
@@ -267,14 +272,15 @@ class Program:
 
     # What one device does.
 
-    def _local_gradients(self, weights: Any, batch: Any) -> tuple[Array, Any]:
+    def _local_gradients(self, weights: Any, batch: Any) -> tuple[tuple[Array, Any], Any]:
         partition, splits = self.partition, self._model.trained_splits
         gathered = partition.gather_once(weights, self._model.splits)
         slots = partition.gradient_slots(split_frozen(weights)[0], splits)
-        zero = vary(jnp.zeros(()), *self.partition.all), slots
+        others = dict.fromkeys(self.objective.metric_names, jnp.zeros(()))
+        zero = (vary(jnp.zeros(()), *self.partition.all), others), slots
 
         def of(model: ShardedModel) -> Callable[..., Any]:
-            return jax.value_and_grad(partial(self._local_sum, model))
+            return jax.value_and_grad(partial(self._local_sum, model), has_aux=True)
 
         def add(so_far: Any, part: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, so_far, of(self._model)(slots, gathered, part)), None
@@ -285,21 +291,25 @@ class Program:
             return jax.tree.map(jnp.add, so_far, new)
 
         if isinstance(batch, PartBatch):
-            loss, gradients = lax.fori_loop(0, batch.count, add_part, zero)
+            (loss, others), gradients = lax.fori_loop(0, batch.count, add_part, zero)
+            others = {name: x / batch.count for name, x in others.items()}
             batch = batch.parts
         elif self.config.gradient_accumulation == 1:
-            loss, gradients = of(self._model)(slots, gathered, batch)
+            (loss, others), gradients = of(self._model)(slots, gathered, batch)
         else:
-            (loss, gradients), _ = lax.scan(add, zero, self._parts(batch))
+            ((loss, others), gradients), _ = lax.scan(add, zero, self._parts(batch))
+            count = self.config.gradient_accumulation
+            others = {name: x / count for name, x in others.items()}
         # A batch without any weight has no gradient.
         total = jnp.maximum(self._total_weight(batch), 1.0)
         gradients = partition.reduce(gradients, splits)
-        return self._over_all(loss) / total, jax.tree.map(lambda x: x / total, gradients)
+        loss = self._over_all(loss) / total
+        return (loss, others), jax.tree.map(lambda x: x / total, gradients)
 
     def _local_losses(self, weights: Any, batch: Any) -> tuple[Array, Array]:
         gathered = self.partition.gather_once(weights, self._model.splits)
         parts = lax.map(
-            lambda part: self._local_sum(self._model, None, gathered, part), self._parts(batch)
+            lambda part: self._local_sum(self._model, None, gathered, part)[0], self._parts(batch)
         )
         return self._over_all(jnp.sum(parts)), self._total_weight(batch)
 
@@ -310,14 +320,14 @@ class Program:
 
     def _local_sum(
         self, sharded: ShardedModel, slots: Any, weights: Any, batch: Any
-    ) -> Float32[Array, ""]:
-        """The weighted sum of the losses of this device's tokens."""
+    ) -> tuple[Float32[Array, ""], dict[str, Array]]:
+        """The weighted sum of the losses of this device's tokens, and other metrics."""
         objective, name = self.objective, self.objective.head
-        model, auxiliary = sharded.local(weights, slots), None
+        model, auxiliary, others = sharded.local(weights, slots), None, {}
         if slots is None:
             hidden = objective.hidden(model, batch)
         else:
-            hidden, auxiliary = objective.hidden_and_auxiliary(model, batch)
+            hidden, auxiliary, others = objective.hidden_and_auxiliary(model, batch)
         head_slot = None if slots is None else slots.get(name)
         if name == "head" and head_slot is not None:
             # Otherwise the gradient of the head would wait, whole, until that of the embedding is
@@ -339,7 +349,9 @@ class Program:
             loss, self.config.tile, self.config.model.dtype, differentiated=slots is not None
         )
         total = summed(head, hidden, targets, token_weights)
-        return total if auxiliary is None else total + jnp.sum(auxiliary * token_weights)
+        if auxiliary is not None:
+            total += jnp.sum(auxiliary * token_weights)
+        return total, others
 
     def _total_weight(self, batch: Any) -> Float32[Array, ""]:
         """The sum of the weights of a batch's tokens over all devices."""

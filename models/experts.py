@@ -1,0 +1,348 @@
+"""A feed-forward of experts: a router sends each token to a few of many small MLPs.
+
+No token is dropped, whatever the router chooses, and all shapes are static: the rows of each expert
+are filled up to whole tiles, and a loop over tiles takes the weights of the expert of each. So at
+most (experts) * (rows of a tile - 1) rows are computed for nothing.
+
+References:
+    Switch Transformers, https://arxiv.org/abs/2101.03961, equations (4) to (6) for the balancing
+    loss; ST-MoE, https://arxiv.org/abs/2202.08906, equation (5) for the z-loss; balance over all
+    tokens of a batch, https://arxiv.org/abs/2501.11873; the clamped activation of gpt-oss,
+    https://arxiv.org/abs/2508.10925.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.layers import MLP
+from models.linear import linear, project
+from startrail_jax.xla.varying import vary, varying_axes
+
+MOST_ROWS = 512
+"""Rows of the largest tiles."""
+FILLED = 8
+"""An expert has about so many tiles, or more, of its mean number of rows: see `tile_rows`."""
+CLAMP, SHARPNESS = 7.0, 1.702
+"""Of the clamped activation: the limit of its inputs, and the factor in its sigmoid."""
+
+
+class Route(NamedTuple):
+    """Where the tokens of a layer go."""
+
+    chosen: Int32[Array, "B T k"]
+    """The experts of each token; of those with equal logits, the first ones."""
+    shares: Float32[Array, "B T k"]
+    """What the output of each is multiplied by."""
+    auxiliary: Float32[Array, "B T"]
+    """What the layer adds to the loss of each token."""
+    busiest: Float32[Array, ""]
+    """Tokens of the busiest expert, over the mean of all experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """Sizes and options of a layer of experts."""
+
+    count: int
+    """Number of experts."""
+    top_k: int
+    """Number of experts of each token."""
+    width: int
+    """Channels between the projections of an expert."""
+    shared_width: int = 0
+    """The same of the expert that all tokens go to; 0 for none."""
+    shared_gate: bool = False
+    """Whether the sigmoid of a projection multiplies the output of that expert."""
+    activation: Literal["swiglu", "clamped"] = "swiglu"
+    """silu(gate) * up, or that of gpt-oss."""
+    biases: bool = False
+    """Whether router and experts have biases."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the logits of the router into the shares of all experts."""
+    normalised: bool = True
+    """Whether the shares of the chosen experts are divided by their sum."""
+    balance_loss: float = 0.0
+    """Factor of the balancing loss."""
+    z_loss: float = 0.0
+    """Factor of the mean square of the log-sum-exp of the logits."""
+
+
+class Experts(nnx.Module):
+    """sum_i share_i expert_i(x) over the chosen experts, and the shared expert of all tokens."""
+
+    def __init__(
+        self, sizes: ExpertSizes, *, width: int, out_gain: float, dtype: Any, rngs: nnx.Rngs
+    ) -> None:
+        """Builds the router, float32, and the projections of all experts, [experts, ...].
+
+        Args:
+            sizes: of the layer.
+            width: channels of inputs and outputs.
+            out_gain: standard deviation of the outputs of an expert for inputs of variance 1.
+            dtype: type of activations and matrix products.
+            rngs: source of the initial weights.
+        """
+        self.sizes = sizes
+        count, hidden, shared = sizes.count, sizes.width, sizes.shared_width
+        made = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
+        down = nnx.initializers.variance_scaling(out_gain**2, "fan_in", "normal", batch_axis=0)
+
+        def weight(init: Any, *shape: int) -> nnx.Param:
+            return nnx.Param(init(rngs.params(), (count, *shape), jnp.float32))
+
+        self.router = nnx.Param(made(rngs.params(), (1, width, count), jnp.float32)[0])
+        self.expert_gate = weight(made, width, hidden)
+        self.expert_up = weight(made, width, hidden)
+        self.expert_down = weight(down, hidden, width)
+        zeros = functools.partial(weight, nnx.initializers.zeros)
+        self.router_bias = nnx.Param(jnp.zeros(count)) if sizes.biases else None
+        self.expert_gate_bias = zeros(hidden) if sizes.biases else None
+        self.expert_up_bias = zeros(hidden) if sizes.biases else None
+        self.expert_down_bias = zeros(width) if sizes.biases else None
+        common: dict[str, Any] = dict(width=width, dtype=dtype, rngs=rngs)
+        self.shared = MLP("swiglu", hidden=shared, out_gain=out_gain, **common) if shared else None
+        self.shared_gate = linear(width, 1, dtype=dtype, rngs=rngs) if sizes.shared_gate else None
+
+    def route(
+        self,
+        x: Float[Array, "B T width"],
+        token_weights: Float32[Array, "B T"] | None,
+        total: Callable[[Array], Array],
+    ) -> Route:
+        """Chooses the experts of each token, in float32.
+
+        Args:
+            x: inputs of the layer.
+            token_weights: how much the loss of each token counts, and the token in the balance;
+                None for 1.
+            total: the sum over the devices that have different tokens of the batch.
+        """
+        # A GPU would round float32 products to TF32, by which other experts would win.
+        logits = jnp.einsum("btc,ce->bte", x.astype(jnp.float32), self.router[...],
+                            precision="highest")  # fmt: skip
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...][None, None]
+        scores = (
+            jax.nn.softmax(logits) if self.sizes.scores == "softmax" else jax.nn.sigmoid(logits)
+        )
+        chosen = lax.top_k(logits, self.sizes.top_k)[1]
+        shares = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.sizes.normalised:
+            shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+        if token_weights is None:
+            token_weights = jnp.ones(x.shape[:2], jnp.float32)
+        counts = jnp.zeros(self.sizes.count).at[chosen].add(token_weights[..., None])
+        sums = total(jnp.append(counts, jnp.sum(token_weights)))
+        # Tokens of each expert, for each token of the batch.
+        load = lax.stop_gradient(sums[:-1] / jnp.maximum(sums[-1], 1e-30))
+        probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        auxiliary = self.sizes.balance_loss * self.sizes.count * (probabilities @ load)
+        if self.sizes.z_loss:
+            auxiliary += self.sizes.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
+        return Route(chosen, shares, auxiliary, jnp.max(load) * self.sizes.count / self.sizes.top_k)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T width"],
+        chosen: Int32[Array, "B T k"],
+        shares: Float32[Array, "B T k"],
+        copy: Callable[[Array], Array],
+        reduce: Callable[[Array], Array],
+    ) -> Float[Array, "B T width"]:
+        """The output of the layer.
+
+        Args:
+            x: its inputs.
+            chosen, shares: of a `Route`.
+            copy, reduce: `Hooks.copy_to_tensor` and `Hooks.reduce_from_tensor`.
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        to, by = (y.reshape(-1, self.sizes.top_k) for y in (chosen, shares))
+        weights = {
+            "gate": self.expert_gate[...],
+            "up": self.expert_up[...],
+            "down": self.expert_down[...],
+        }
+        if self.expert_gate_bias is not None and self.expert_up_bias is not None:
+            weights |= {
+                "gate_bias": self.expert_gate_bias[...],
+                "up_bias": self.expert_up_bias[...],
+            }
+        expert = functools.partial(_expert, self.sizes.activation)
+        out: Any = by_group(expert, weights, copy(tokens), to, copy(by))
+        # Sums over devices, too, are of float32 numbers.
+        out = reduce(out)
+        if self.expert_down_bias is not None:
+            # As a product, which is smaller than the biases of all choices.
+            places = jnp.arange(len(to))[:, None], to
+            each = jnp.zeros((len(tokens), self.sizes.count)).at[places].add(by)
+            out += jnp.matmul(each, self.expert_down_bias[...], precision="highest")
+        out = out.reshape(x.shape)
+        if self.shared is not None:
+            common = reduce(self.shared(copy(x))).astype(jnp.float32)
+            if self.shared_gate is not None:
+                common *= jax.nn.sigmoid(self.shared_gate(x).astype(jnp.float32))
+            out += common
+        return out.astype(x.dtype)
+
+
+def _expert(
+    activation: str,
+    weights: dict[str, Array],
+    x: Float[Array, "rows width"],
+    shares: Float32[Array, " rows"],
+) -> Float32[Array, "rows width"]:
+    """What an expert adds to the outputs of its tokens."""
+    gate: Any = project(x, weights["gate"])
+    up: Any = project(x, weights["up"])
+    if "gate_bias" in weights:
+        gate, up = (
+            (y.astype(jnp.float32) + weights[name][None]).astype(x.dtype)
+            for y, name in ((gate, "gate_bias"), (up, "up_bias"))
+        )
+    if activation == "swiglu":
+        hidden: Any = jax.nn.silu(gate) * up
+    else:
+        gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+        hidden = (up + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)
+    # So the backward pass needs no output.
+    hidden = (hidden.astype(jnp.float32) * shares[:, None]).astype(x.dtype)
+    out: Any = project(hidden, weights["down"], 1, jnp.float32)
+    return out
+
+
+def tile_rows(assignments: int, experts: int) -> int:
+    """Rows of a tile: a power of two, of which the mean expert fills `FILLED`, where there are so
+    many; at least 8, and at most `MOST_ROWS`."""
+    mean = max(assignments // (FILLED * experts), 1)
+    return min(max(1 << (mean.bit_length() - 1), 8), MOST_ROWS)
+
+
+class Tiles(NamedTuple):
+    """Rows of tokens, sorted by expert, in tiles of one expert each."""
+
+    expert: Int32[Array, " tiles"]
+    row: Int32[Array, "tiles rows"]
+    """Which assignment of a token to an expert, token * k + choice; token * k beyond the last one
+    for a row without any."""
+
+
+def tiles_of(chosen: Int32[Array, "tokens k"], experts: int) -> Tiles:
+    """The tiles of all experts. There are as many as any choice may need; the last may be empty."""
+    count = chosen.size
+    rows = tile_rows(count, experts)
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    ends, tiles = jnp.cumsum(sizes), -(-sizes // rows)
+    last = jnp.cumsum(tiles)
+    # Each expert with rows has one tile that may not be full.
+    most = (count + min(experts, count) * (rows - 1)) // rows
+    number = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(last, number, side="right"), experts - 1)
+    within = (number - (last - tiles)[expert]) * rows
+    place = within[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
+    filled = place < sizes[expert][:, None]
+    place = place + (ends - sizes)[expert][:, None]
+    row = jnp.where(filled, order[jnp.minimum(place, count - 1)], count)
+    return Tiles(expert.astype(jnp.int32), row.astype(jnp.int32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def by_group(
+    expert: Callable[..., Array],
+    weights: Any,
+    x: Float[Array, "tokens width"],
+    chosen: Int32[Array, "tokens k"],
+    shares: Float32[Array, "tokens k"],
+) -> Float32[Array, "tokens width"]:
+    """sum_i expert(weights[chosen_i], x, shares_i) for each token, in float32.
+
+    The backward pass computes each tile again, and saves nothing but the arguments.
+
+    Args:
+        expert: a function (weights of one expert, x [rows width], shares [rows]) of some tokens of
+            that expert, each by itself, which is 0 for shares of 0.
+        weights: tree of arrays [experts, ...], float32, whose matrices have values of the type of
+            x. Their gradients are added up in float32.
+        x: tokens.
+        chosen: the experts of each token, each once.
+        shares: what `expert` multiplies by.
+    """
+    narrow, tiles = _narrow(weights, x.dtype), tiles_of(chosen, _count(weights))
+
+    def step(out: Array, tile: Tiles) -> tuple[Array, None]:
+        token, rows, share = _rows(tile, x, shares)
+        new = expert(_weights_of(narrow, tile.expert), rows, share)
+        return out.at[token].add(new, mode="drop", unique_indices=True), None
+
+    return lax.scan(step, _zeros(x.shape, weights, x, shares), tiles)[0]
+
+
+def _forward(expert: Any, *arguments: Any) -> tuple[Array, Any]:
+    return by_group(expert, *arguments), arguments
+
+
+def _backward(expert: Any, arguments: Any, dout: Array) -> tuple[Any, ...]:
+    weights, x, chosen, shares = arguments
+    narrow, tiles = _narrow(weights, x.dtype), tiles_of(chosen, _count(weights))
+
+    def step(sums: Any, tile: Tiles) -> tuple[Any, None]:
+        dweights, dx, dshares = sums
+        token, rows, share = _rows(tile, x, shares)
+        of_rows = dout.at[token].get(mode="fill", fill_value=0)
+        pull = jax.vjp(expert, _weights_of(narrow, tile.expert), rows, share)[1]
+        of_expert, of_x, of_shares = pull(of_rows)
+        dweights = jax.tree.map(lambda x, y: x.at[tile.expert].add(y), dweights, of_expert)
+        options: Any = {"mode": "drop", "unique_indices": True}
+        dx = dx.at[token].add(of_x.astype(jnp.float32), **options)
+        return (dweights, dx, dshares.at[tile.row].set(of_shares, **options)), None
+
+    like = (weights, x, shares, dout)
+    first = (
+        jax.tree.map(lambda w: _zeros(w.shape, like), weights),
+        _zeros(x.shape, like),
+        _zeros(shares.size, like),
+    )
+    (dweights, dx, dshares), _ = lax.scan(step, first, tiles)
+    return dweights, dx.astype(x.dtype), None, dshares.reshape(shares.shape)
+
+
+by_group.defvjp(_forward, _backward)
+
+
+def _rows(tile: Tiles, x: Array, shares: Array) -> tuple[Array, Array, Array]:
+    """The tokens of a tile, x of each, and its share; zeros for rows without any."""
+    token = jnp.where(tile.row < shares.size, tile.row // shares.shape[1], len(x) + 1)
+    share = shares.reshape(-1).at[tile.row].get(mode="fill", fill_value=0)
+    return token, x.at[token].get(mode="fill", fill_value=0), share
+
+
+def _count(weights: Any) -> int:
+    return len(jax.tree.leaves(weights)[0])
+
+
+def _narrow(weights: Any, dtype: Any) -> Any:
+    """The matrices in the type of the products: the loop over tiles then has no wider copy."""
+    return jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 2 else w, weights)
+
+
+def _weights_of(narrow: Any, expert: Array) -> Any:
+    return jax.tree.map(
+        lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(jnp.float32), narrow
+    )
+
+
+def _zeros(shape: Any, *like: Any) -> Float32[Array, "..."]:
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
+    return vary(jnp.zeros(shape, jnp.float32), *axes)
