@@ -6,6 +6,7 @@ from pathlib import Path
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.gpt.config import (
     DataConfig,
+    ExpertsConfig,
     GPTConfig,
     GPTTrainConfig,
     LinearConfig,
@@ -45,6 +46,17 @@ def gpt_tiny_hybrid() -> GPTTrainConfig:
         mlp_width=348,
     )
     return replace(tiny, model=hybrid, run_dir=Path("runs/gpt_tiny_hybrid"))
+
+
+def gpt_tiny_moe() -> GPTTrainConfig:
+    """`gpt_tiny` with 16 experts in place of each MLP, and as many weights for each token.
+
+    Command: `python train.py gpt_tiny_moe`.
+    """
+    tiny = gpt_tiny()
+    experts = ExpertsConfig(count=16, top_k=2, width=192, balance_loss=0.01)
+    model = replace(tiny.model, feed_forwards=("experts",), experts=experts)
+    return replace(tiny, model=model, run_dir=Path("runs/gpt_tiny_moe"))
 
 
 def gpt_3b() -> GPTTrainConfig:
@@ -216,6 +228,7 @@ def _million_tokens(name: str, model: GPTConfig) -> GPTTrainConfig:
 _ALL = (
     gpt_tiny,
     gpt_tiny_hybrid,
+    gpt_tiny_moe,
     gpt_3b,
     gpt_7b,
     llama3_8b,

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from models.gated_delta import RULE
 from models.gpt import GPT
-from models.periods import ATTENTION, LINEAR
+from models.periods import MIXERS, PARTS
 from startrail_jax.attention import Attention
 from startrail_jax.errors import InputError
 from startrail_jax.linear.attention import LinearAttention
@@ -159,7 +159,9 @@ class Generator:
     def _num_slots(self, rows: int, num_tokens: int) -> int:
         """Slots of a cache for `num_tokens`: a number that the layout and the tiles divide."""
         layout, data = self.attention.layout, self.attention.degrees.data
-        if LINEAR in self._parts:  # A slice must hold what the convolution of the next one sees.
+        if (
+            "linear" in self._config.layer_mixers
+        ):  # A slice must hold what the convolution of the next one sees.
             num_tokens = max(num_tokens, layout.multiple * (self._config.linear.conv - 1))
         slots = layout.padded_length(num_tokens)
         if self._tile is None or rows // data * slots // layout.degree <= self._tile:
@@ -230,8 +232,8 @@ class Generator:
         of_keys = PartitionSpec(None, *self.attention.query_spec(self._config.heads))
         states = PartitionSpec(None, sequence, data, tensor)
         tails = PartitionSpec(None, sequence, data, None, tensor)
-        specs = {ATTENTION: (of_keys, of_keys), LINEAR: (states, tails)}
-        return {part: specs[part] for part in self._parts}
+        specs = {"attention": (of_keys, of_keys), "linear": (states, tails)}
+        return {part: specs[MIXERS[part]] for part in self._parts}
 
     @property
     def _parts(self) -> tuple[str, ...]:
@@ -266,7 +268,7 @@ class Generator:
 
         model = self._model.local(weights)
         empty = self._empty_caches(*tokens.shape)
-        attends = {ATTENTION: attend, LINEAR: mix}
+        attends = self._by_part(attend, mix)
         hidden, caches = model.hidden_with_cache(tokens, positions, empty, attends)
         # The last token of a row is on one device, which sends its hidden state to the others.
         last = (positions == lengths[:, None] - 1)[:, :, None]
@@ -311,7 +313,7 @@ class Generator:
             return out, _written(cache, self._copied(state, tail), layer)
 
         model = self._model.local(weights)
-        attends = {ATTENTION: attend, LINEAR: mix}
+        attends = self._by_part(attend, mix)
         hidden, caches = model.hidden_with_cache(tokens[:, None], at, caches, attends)
         return self._choose(model, hidden, positions + 1), caches
 
@@ -346,23 +348,28 @@ class Generator:
         heads = config.kv_heads // degrees.tensor
         if config.kv_heads % degrees.tensor:
             heads = degrees.head // self.attention.key_copies(config.kv_heads)
-        layers = Counter(config.layer_mixers)
-        keys = (layers["attention"], rows, slots, heads, config.head_dim), config.dtype
+        pairs = zip(config.layer_mixers, config.layer_feed_forwards, strict=True)
+        layers = Counter(map(PARTS.__getitem__, pairs))
+        keys = (rows, slots, heads, config.head_dim), config.dtype
         sizes = config.linear_sizes
         states = sizes["heads"] // degrees.tensor
         key_heads = max(sizes["key_heads"] // degrees.tensor, 1)
         channels = 2 * key_heads * sizes["key_dim"] + states * sizes["value_dim"]
-        shape = (layers["linear"], 1, rows)
+        shape = (1, rows)
         of_linear = (
             ((*shape, states, sizes["key_dim"], sizes["value_dim"]), jnp.float32),
             ((*shape, sizes["conv"] - 1, channels), config.dtype),
         )
-        shapes = {ATTENTION: (keys, keys), LINEAR: of_linear}
+        shapes = self._by_part((keys, keys), of_linear)
 
-        def empty(shape: tuple[int, ...], dtype: Any) -> Array:
-            return self._varying(jnp.zeros(shape, dtype))
+        def empty(part: str, shape: tuple[int, ...], dtype: Any) -> Array:
+            return self._varying(jnp.zeros((layers[part], *shape), dtype))
 
-        return {part: tuple(empty(*x) for x in shapes[part]) for part in self._parts}
+        return {part: tuple(empty(part, *x) for x in shapes[part]) for part in self._parts}
+
+    def _by_part(self, attention: Any, linear: Any) -> dict[str, Any]:
+        """What layers with attention have, and those with linear attention, by their parts."""
+        return {x: linear if MIXERS[x] == "linear" else attention for x in self._parts}
 
     def _copied(self, *arrays: Array) -> list[Array]:
         """Arrays that all devices along the sequence have, as each one's own."""
