@@ -1,4 +1,5 @@
-"""Training steps of a hybrid of linear attention and attention: the same losses on every mesh."""
+"""Training steps of a hybrid of linear attention and attention, with experts in most layers: the
+same losses on every mesh."""
 
 import dataclasses
 import functools
@@ -17,7 +18,14 @@ from startrail_jax.errors import InputError
 from trainer.config import LoraConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import DataConfig, GPTConfig, LinearConfig, RopeConfig, attention_of
+from trainer.gpt.config import (
+    DataConfig,
+    ExpertsConfig,
+    GPTConfig,
+    LinearConfig,
+    RopeConfig,
+    attention_of,
+)
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling
@@ -29,6 +37,11 @@ END = 7  # Ends a document.
 HYBRID = SMALL | dict(
     layers=8,
     mixers=("linear", "linear", "attention"),
+    feed_forwards=("mlp", "experts", "experts"),
+    experts=ExpertsConfig(
+        **dict(count=6, top_k=2, width=8, shared_width=12, shared_gate=True, biases=True),
+        **dict(balance_loss=0.1, z_loss=0.01),
+    ),
     # The first tokens have small outputs, and the norm of these makes rounding errors grow.
     linear=LinearConfig(heads=4, key_heads=2, key_dim=8, value_dim=12, norm_eps=1e-3),
     attention_gate=True,
@@ -149,6 +162,7 @@ def test_memory_counts_what_layers_save(remat, degrees):
     """Counted in the derivative that jax makes: no weights are among them."""
     turns, tokens = 5, 2048
     pattern = HYBRID | {"layers": 2 * turns, "mixers": ("linear", "attention"), "dtype": "bfloat16"}
+    pattern["feed_forwards"] = ("mlp", "experts")
     pattern["linear"] = LinearConfig(heads=4, key_heads=2, key_dim=8, value_dim=12)
     config = make_config(pattern, seq_len=tokens * degrees.sequence, remat=remat, batch_size=1)
     config = dataclasses.replace(config, data=DataConfig(mask_documents=False))
@@ -168,6 +182,9 @@ def test_sizes_of_the_planner_are_those_of_the_weights():
     assert sizes.elements == whole
     adapters = sum(x.size for x in jax.tree.leaves(program.state_shapes.weights))
     assert sizes.adapters == adapters
+    everything = sum(kind.count * kind.matrices for kind in sizes.kinds)
+    # Five layers with three matrices of four idle experts; the router counts beside the matrices.
+    assert sizes.matrices == everything - 5 * (3 * 4 * 24 * 8 - 6 * 24)
     # Three products with each state, forward, and twice as many backward.
     states = 6 * 3 * 8 * 12 * 4 * sizes.linear_layers
     pairs = 12 * 8 * 4 * sum(range(1, 65)) / 64 * 2

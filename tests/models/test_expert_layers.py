@@ -1,0 +1,168 @@
+"""Layers of experts against dense float64: every expert for every token, and no token dropped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.experts import Experts, ExpertSizes, by_group, tile_rows, tiles_of
+
+SIZES = dict(count=6, top_k=2, width=12)
+
+
+def same(x):
+    return x
+
+
+def make_layer(**changes):
+    sizes = ExpertSizes(**SIZES | changes)
+    layer = Experts(sizes, width=8, out_gain=1.0, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    for path, weight in nnx.iter_graph(layer):
+        if isinstance(weight, nnx.Param) and "bias" in str(path[-1]):
+            weight.set_value(jnp.asarray(rng.normal(size=weight.shape), jnp.float32))
+    return layer
+
+
+def dense(sizes, w, x, token_weights):
+    """Output, auxiliary losses and the load of each expert, as the papers have them."""
+    logits = x @ w["router"] + w.get("router_bias", 0)
+    scores = jax.nn.softmax(logits) if sizes.scores == "softmax" else jax.nn.sigmoid(logits)
+    chosen = jnp.argsort(-logits, axis=-1, stable=True)[:, : sizes.top_k]
+    taken = (chosen[:, :, None] == jnp.arange(sizes.count)).sum(1)
+    shares = scores * taken
+    if sizes.normalised:
+        shares = shares / shares.sum(-1, keepdims=True)
+    out = 0.0
+    for e in range(sizes.count):
+        gate = x @ w["expert_gate"][e] + w.get("expert_gate_bias", np.zeros((99, 1)))[e]
+        up = x @ w["expert_up"][e] + w.get("expert_up_bias", np.zeros((99, 1)))[e]
+        if sizes.activation == "swiglu":
+            hidden = gate * jax.nn.sigmoid(gate) * up
+        else:
+            gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+            hidden = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+        one = hidden @ w["expert_down"][e] + w.get("expert_down_bias", np.zeros((99, 1)))[e]
+        out = out + shares[:, e : e + 1] * one
+    if sizes.shared_width:
+        gate, up, down = (w[f"shared/{x}/kernel"] for x in ("gate", "up", "down"))
+        common = (x @ gate * jax.nn.sigmoid(x @ gate) * (x @ up)) @ down
+        if sizes.shared_gate:
+            common = common * jax.nn.sigmoid(x @ w["shared_gate/kernel"])
+        out = out + common
+    load = (token_weights[:, None] * taken).sum(0) / token_weights.sum()
+    probabilities = scores / scores.sum(-1, keepdims=True)
+    auxiliary = sizes.balance_loss * sizes.count * probabilities @ load
+    auxiliary += sizes.z_loss * jnp.log(jnp.exp(logits).sum(-1)) ** 2
+    return out, auxiliary, load
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(normalised=False, balance_loss=0.1, z_loss=0.01),
+        dict(activation="clamped", biases=True, balance_loss=1.0),
+        dict(scores="sigmoid", shared_width=10, shared_gate=True),
+        dict(count=5, top_k=5, shared_width=4),
+        dict(count=96, top_k=3),
+    ],
+    ids=str,
+)
+def test_a_layer_is_that_of_dense_experts(changes):
+    layer = make_layer(**changes)
+    graph, weights = nnx.split(layer)
+    rng = np.random.default_rng(1)
+    x, dout = (3 * rng.normal(size=(2, 17, 8)) for _ in range(2))
+    counted = rng.choice([0.0, 1.0, 0.5], size=(2, 17))
+    daux = rng.normal(size=(2, 17))
+
+    def run(weights, x):
+        layer = nnx.merge(graph, weights)
+        route = layer.route(x, jnp.asarray(counted, jnp.float32), same)
+        out = layer(x, route.chosen, route.shares, same, same)
+        return (out, route.auxiliary), route.busiest
+
+    def wanted(weights, x):
+        out, auxiliary, load = dense(layer.sizes, weights, x.reshape(-1, 8), counted.ravel())
+        return (out.reshape(x.shape), auxiliary.reshape(2, 17)), load
+
+    def flat(tree):
+        found = {}
+        for path, value in jax.tree_util.tree_leaves_with_path(tree):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[name.removesuffix("/value")] = np.asarray(value, np.float64)
+        return found
+
+    with jax.default_matmul_precision("highest"):
+        found, pull, busiest = jax.vjp(jax.jit(run), weights, jnp.asarray(x, "f4"), has_aux=True)
+        gradients, dx = pull((jnp.asarray(dout, "f4"), jnp.asarray(daux, "f4")))
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        given = {name: jnp.asarray(value) for name, value in flat(weights).items()}
+        right, pull, load = jax.vjp(wanted, given, jnp.asarray(x), has_aux=True)
+        right_gradients, right_dx = pull((jnp.asarray(dout), jnp.asarray(daux)))
+    pairs = {"out": (found[0], right[0]), "aux": (found[1], right[1]), "x": (dx, right_dx)}
+    pairs |= {name: (y, right_gradients[name]) for name, y in flat(gradients).items()}
+    for name, (given, wanted_value) in pairs.items():
+        size = np.abs(np.asarray(wanted_value)).max() or 1
+        np.testing.assert_allclose(given, wanted_value, rtol=0, atol=3e-6 * size, err_msg=name)
+    assert busiest == pytest.approx(np.asarray(load).max() * layer.sizes.count / layer.sizes.top_k, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        np.full((40, 1), 3),
+        np.tile([4, 0], (40, 1)),
+        np.array([[5]]),
+        np.array([[1, 2], [2, 5]]),
+        np.arange(2000).reshape(500, 4) % 6,
+    ],
+    ids=["one expert", "two of six", "one token", "experts without tokens", "several tiles"],
+)
+def test_every_assignment_is_computed_once(chosen):
+    """The shares of a token add up, whatever the experts: none is dropped, and none comes twice."""
+    tiles = tiles_of(jnp.asarray(chosen, jnp.int32), 6)
+    rows = np.asarray(tiles.row)
+    filled = rows[rows < chosen.size]
+    assert sorted(filled.tolist()) == list(range(chosen.size))
+    owner = np.broadcast_to(np.asarray(tiles.expert)[:, None], rows.shape)[rows < chosen.size]
+    np.testing.assert_array_equal(chosen.ravel()[filled], owner)
+    size = rows.shape[1]
+    assert size == tile_rows(chosen.size, 6)
+    assert rows.size <= chosen.size + min(6, chosen.size) * (size - 1) + size
+
+
+def test_equal_logits_choose_the_first_experts():
+    layer = make_layer()
+    layer.router.set_value(jnp.zeros(layer.router.shape))
+    route = layer.route(jnp.ones((1, 3, 8)), None, same)
+    np.testing.assert_array_equal(route.chosen, np.broadcast_to([0, 1], (1, 3, 2)))
+    np.testing.assert_allclose(route.shares, 0.5, rtol=1e-6)
+
+
+def test_gradients_of_weights_in_bfloat16_are_float32_sums():
+    """4,096 equal tokens: a sum in bfloat16 would stop growing at 256 of them."""
+    tokens = 4096
+    x = jnp.full((tokens, 8), 0.5, jnp.bfloat16)
+    weights = {"w": jnp.ones((2, 8, 8))}
+
+    def expert(weights, x, shares):
+        return shares[:, None] * jnp.matmul(x.astype(jnp.float32), weights["w"])
+
+    def total(weights):
+        chosen, shares = jnp.zeros((tokens, 1), jnp.int32), jnp.ones((tokens, 1))
+        return jnp.sum(by_group(expert, weights, x, chosen, shares))
+
+    gradient = jax.grad(total)(weights)["w"]
+    np.testing.assert_array_equal(
+        gradient, np.stack([np.full((8, 8), tokens / 2), np.zeros((8, 8))])
+    )
+
+
+def test_rows_of_a_tile_suit_the_mean_expert():
+    rows = functools.partial(tile_rows, experts=128)
+    assert [rows(x) for x in (1, 131_072, 262_144, 1 << 20, 1 << 24)] == [8, 128, 256, 512, 512]
