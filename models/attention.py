@@ -42,6 +42,7 @@ class GPTAttention(nnx.Module):
         bias: bool,
         make_norm: Callable[..., nnx.RMSNorm | NormOverHeads | None],
         sinks: bool,
+        out_bias: bool,
         gated: bool,
         dtype: Any,
         rngs: nnx.Rngs,
@@ -66,6 +67,8 @@ class GPTAttention(nnx.Module):
             make_norm(count, rngs=rngs) for count in (heads, kv_heads)
         )
         self.sinks = nnx.Param(jnp.zeros(heads)) if sinks else None
+        # Added where the outputs of all devices along `tensor` are summed.
+        self.out_bias = nnx.Param(jnp.zeros(width)) if out_bias else None
 
     def __call__(
         self,

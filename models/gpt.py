@@ -88,6 +88,7 @@ class GPT(nnx.Module):
         tied_head: bool = False,
         scaled_embedding: bool = False,
         qkv_bias: bool = False,
+        out_bias: bool = False,
         qk_norm: bool = False,
         qk_norm_over: Literal["head", "heads"] = "head",
         sinks: bool = False,
@@ -127,6 +128,7 @@ class GPT(nnx.Module):
             tied_head: whether the embedding is the output projection too.
             scaled_embedding: whether embeddings are multiplied by the square root of `width`.
             qkv_bias: whether the projections to queries, keys and values have a bias.
+            out_bias: whether the projection from attention has a bias.
             qk_norm: whether queries and keys are normalised before they are rotated.
             qk_norm_over: what such a norm takes the mean over: the channels of each head, or those
                 of all heads.
@@ -189,6 +191,7 @@ class GPT(nnx.Module):
                 head_dim=head_dim,
                 attention_fn=attention_fn,
                 bias=qkv_bias,
+                out_bias=out_bias,
                 make_norm=head_norm,
                 sinks=sinks,
                 gated=attention_gate,
@@ -441,7 +444,10 @@ class GPTBlock(nnx.Module):
 
         normalised = copy(self._normalised(x, self.attention_norm))
         out, kv_cache = self.attention(normalised, rotation, window, attend)
-        x = x + self._normalised(projected(reduce(out)), self.attention_out_norm)
+        out = reduce(out)
+        if (bias := getattr(self.attention, "out_bias", None)) is not None:
+            out = (out.astype(jnp.float32) + bias[...][None, None]).astype(out.dtype)
+        x = x + self._normalised(projected(out), self.attention_out_norm)
         out, route = self._feed_forward(x, token_weights)
         return x + out, kv_cache, route
 

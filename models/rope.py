@@ -43,6 +43,8 @@ class Rope:
     turns: tuple[float, float] | None = None
     """Turns in the original context above which a pair keeps its wavelength, and below which the
     whole factor stretches it. None for (4, 1) with "llama3" and (32, 1) with "yarn"."""
+    truncate: bool = True
+    """Whether "yarn" begins and ends its blend at whole pairs."""
     attention_factor: float | None = None
     """Factor of rotated queries and keys; None for that of the papers: see `magnitude`."""
 
@@ -78,7 +80,9 @@ class Rope:
         else:
             # YaRN blends by the index of the pair, between the pairs that make 32 turns and 1 turn.
             first, last = (self._pair_of(turns) for turns in self._turns)
-            first, last = max(math.floor(first), 0), min(math.ceil(last), self.head_dim - 1)
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, self.head_dim - 1)
             stretched = np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
         blend = (1 - stretched) + stretched / self.factor
         return frequencies * blend

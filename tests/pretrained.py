@@ -69,10 +69,11 @@ def compute(folder, tokens, scheme):
     }
     for name, parts in by_tensor(places).items():
         rows = [
-            places[path].to_tensor(arrays[path][layer] if places[path].stacked else arrays[path])
-            for path, layer in parts
+            places[path].to_tensor(places[path].weight_of(arrays[path], number))
+            for path, number in parts
         ]
-        found[f"gradient {name}"] = np.concatenate(rows)
+        share = places[parts[0][0]].share
+        found[f"gradient {name}"] = rows[0] if share is None else share.joined(rows)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.planner.layers import shortest
-from startrail_jax.planner.models import MODELS, LinearSizes, ModelSizes, is_size
+from startrail_jax.planner.models import MODELS, LinearSizes, ModelSizes, MoESizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
 _HUGGING_FACE = {
@@ -35,9 +35,27 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": {"head_dim": 256},
     "olmo2": {},
     "olmo_hybrid": {},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **{"sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8},
+        "moe_intermediate_size": 768,
+    },
+    "gpt_oss": {
+        **{"head_dim": 64, "sliding_window": 128, "num_local_experts": 128},
+        "num_experts_per_tok": 4,
+    },
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
+    "qwen3_5_moe_text": {
+        **{"head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8},
+        **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    },
+    "qwen3_next": {
+        **{"head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10},
+        **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    },
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
-_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+_PERIODS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 """Types of model whose layers have windows but the last of every so many, and how many these are
 where the file does not say it."""
 _LINEAR = {
@@ -46,13 +64,13 @@ _LINEAR = {
     "conv": ("linear_conv_kernel_dim", 4),
 }
 """Sizes of linear attention -> names in a config.json of Hugging Face, and their defaults."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
 """Types of model whose MLP has two matrices."""
-_MULTIMODAL = {"qwen3_5": "qwen3_5_text"}
+_MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Types of model that `--init-text-only` takes, and those of their text models."""
-_HYBRIDS = ("qwen3_5_text", "olmo_hybrid")
-_NORMALISED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmo_hybrid")
+_HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+_NORMALISED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmo_hybrid", "olmoe")
 """How the types of model begin that normalise the heads of queries and keys."""
 
 
@@ -103,13 +121,19 @@ def find_model(name: str) -> ModelSizes:
 
 def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     """The model of a config.json of Hugging Face: a gated decoder, as Llama, Qwen or Mistral."""
-    settings = {**PRETRAINED.get(_type_of(settings), {}), **settings}
+    known = PRETRAINED.get(_type_of(settings), {})
+    given_count = next((key for key in _EXPERTS if settings.get(key)), None)
+    known = {x: y for x, y in known.items() if given_count is None or x not in _EXPERTS}
+    settings = {**known, **settings}
     experts = next((key for key in _EXPERTS if settings.get(key)), None)
-    if experts:
+    if experts and "num_experts_per_tok" not in known:
         raise UnsupportedError(
-            f"--model {name}: mixtures of experts are not planned; got {experts}="
-            f"{settings[experts]}. Give the sizes of a dense model instead."
+            f"--model {name}: experts are planned for models of {', '.join(PRETRAINED)}; got "
+            f"model_type={_type_of(settings)} with {experts}={settings[experts]}. Give the sizes "
+            "of a dense model instead."
         )
+    if "shared_expert_intermediate_size" in known and "moe_intermediate_size" in settings:
+        settings.setdefault("intermediate_size", settings["moe_intermediate_size"])
     needed = [_HUGGING_FACE[x] for x in ("width", "layers", "heads", "mlp_width", "outputs")]
     _require_sizes(_known(settings, name, needed), needed, name)
     given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
@@ -119,10 +143,36 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     given["qk_norm"] = _type_of(settings).startswith(_NORMALISED)
     # Files may hold "head_dim": null.
     given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
+    if experts:
+        given |= _experts_of(settings, name, experts, given)
     if _type_of(settings) in _HYBRIDS:
         return ModelSizes(name=name, **given, **_hybrid(settings, name))
     windows = shortest(_windows(settings, name, given["layers"]))
     return ModelSizes(name=name, windows=windows, **given)
+
+
+def _experts_of(
+    settings: Mapping[str, Any], name: str, count: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The layers of experts, and which these are."""
+    kind = _type_of(settings)
+    width, shared = "moe_intermediate_size", "shared_expert_intermediate_size"
+    width = width if width in PRETRAINED[kind] else "intermediate_size"
+    keys = [count, "num_experts_per_tok", width, *([shared] if shared in PRETRAINED[kind] else [])]
+    _require_sizes(settings, keys, name)
+    layers, dense = given["layers"], settings.get("mlp_only_layers") or ()
+    step = settings.get("decoder_sparse_step", 1)
+    _require_sizes({"decoder_sparse_step": step}, ["decoder_sparse_step"], name)
+    feeds = ["mlp" if i in dense or (i + 1) % step else "experts" for i in range(layers)]
+    sizes = MoESizes(
+        count=settings[count],
+        top_k=settings["num_experts_per_tok"],
+        width=settings[width],
+        shared_width=settings[shared] if shared in keys else 0,
+        shared_gate=shared in keys,
+        biases=kind == "gpt_oss",
+    )
+    return {"experts": sizes, "feed_forwards": shortest(feeds)}
 
 
 def _hybrid(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -168,8 +218,9 @@ def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int |
     kind, numbers = str(kind), range(layers)
     period = number("sliding_window_pattern", _PERIODS.get(kind, 1))
     # Of a type that train.py does not read, the file is taken at its word.
-    is_qwen, is_other = kind.startswith("qwen"), kind not in PRETRAINED
-    if is_qwen or is_other or kind == "smollm3":
+    is_qwen = kind.startswith("qwen") and kind != "qwen3_moe"  # Of which all layers have one.
+    is_other = kind not in PRETRAINED
+    if is_qwen or is_other or kind in ("smollm3", "qwen3_moe"):
         used = settings.get("use_sliding_window")
         is_flag = isinstance(used, bool | None)
         _require(is_flag, name, "use_sliding_window", "true or false", used)

@@ -256,6 +256,8 @@ def _saved(sizes: StepSizes) -> Part:
     model = sizes.model
     name, tensor = "saved for the backward pass", sizes.degrees.tensor
     hidden = sizes.tokens * model.mlp_width // tensor * model.itemsize
+    experts = model.experts
+    shared = sizes.tokens * (experts.shared_width if experts else 0) // tensor * model.itemsize
     if sizes.remat == "none":
         # A derivative needs float32 arrays of norms, residuals and modulations, 16-bit operands of
         # products, query, key, value and output, and six arrays of the MLP's hidden channels. Below
@@ -283,7 +285,8 @@ def _saved(sizes: StepSizes) -> Part:
         # Beside its projections, linear attention has convolved and normalised ones, and float32
         # arrays of its norms.
         of_linear = _linear_states(sizes) + 13 * _linear_projections(sizes)
-        size = _of_layers(sizes, layer + of_attention, layer + of_linear, 6 * hidden) + copies
+        feeds = 6 * hidden, 6 * shared
+        size = _of_layers(sizes, layer + of_attention, layer + of_linear, *feeds) + copies
         return Part(name=name, size=size, exact=False)
     of_attention = of_linear = layer = sizes.stream
     if sizes.remat != "full":
@@ -302,8 +305,8 @@ def _saved(sizes: StepSizes) -> Part:
         shards = _shard_bytes(sizes, 1 + model.attention_gate, 1)
         of_attention = of_attention + shards + sizes.stream + _of_texts(sizes)
         of_linear = of_linear + _linear_projections(sizes) + sizes.stream
-    products = (model.mlp_matrices - 1) * hidden * (sizes.remat == "products_saved")
-    size = _of_layers(sizes, of_attention, of_linear, products)
+    count = (model.mlp_matrices - 1) * (sizes.remat == "products_saved")
+    size = _of_layers(sizes, of_attention, of_linear, count * hidden, count * shared)
     return Part(name=name, size=size, host=sizes.offload)
 
 
@@ -317,13 +320,13 @@ def _of_texts(sizes: StepSizes) -> Amount:
 
 
 def _of_layers(
-    sizes: StepSizes, of_attention: Amount, of_linear: Amount, of_mlp: Amount = 0
+    sizes: StepSizes, of_attention: Amount, of_linear: Amount, of_mlp: Amount, of_experts: Amount
 ) -> Amount:
-    """The sum over all layers of what those with either mixer have, and those with an MLP."""
+    """The sum over all layers of what those with either mixer and either feed-forward have."""
     model = sizes.model
     mixers, feeds = Counter(model.layer_mixers), Counter(model.layer_feed_forwards)
     mixing = mixers["attention"] * of_attention + mixers["linear"] * of_linear
-    return mixing + feeds["mlp"] * of_mlp
+    return mixing + feeds["mlp"] * of_mlp + feeds["experts"] * of_experts
 
 
 def _linear_projections(sizes: StepSizes) -> Amount:

@@ -109,7 +109,9 @@ def test_a_layer_is_that_of_dense_experts(changes):
     for name, (given, wanted_value) in pairs.items():
         size = np.abs(np.asarray(wanted_value)).max() or 1
         np.testing.assert_allclose(given, wanted_value, rtol=0, atol=3e-6 * size, err_msg=name)
-    assert busiest == pytest.approx(np.asarray(load).max() * layer.sizes.count / layer.sizes.top_k, rel=1e-5)
+    assert busiest == pytest.approx(
+        np.asarray(load).max() * layer.sizes.count / layer.sizes.top_k, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(

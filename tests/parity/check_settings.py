@@ -1,7 +1,8 @@
 """Imports of models with odd settings, compared with the library transformers.
 
     pip install -e '.[parity]'
-    python tests/parity/check_settings.py    # some minutes
+    python tests/parity/check_settings.py              # some minutes
+    python tests/parity/check_settings.py qwen3_moe    # one family
 
 It writes a small model for each odd setting. The import may refuse it, or must
 give the logits of PyTorch. An import with other logits, or of what transformers refuses, is silent
@@ -94,6 +95,24 @@ ODD = [
     dict(rope_parameters=dict(YARN, rope_theta=None)),
     dict(rope_parameters=dict(YARN, rope_theta=50.0, partial_rotary_factor=0.5)),
     dict(rope_parameters=dict(rope_type="default", rope_theta=9.0, mrope_section=[1, 1, 0])),
+    dict(rope_parameters=dict(YARN, rope_theta=50.0, truncate=False)),
+    dict(num_experts_per_tok=3),
+    dict(num_experts_per_tok=9),
+    dict(num_experts=3),
+    dict(num_local_experts=3),
+    dict(num_experts=0),
+    dict(moe_intermediate_size=20),
+    dict(mlp_only_layers=[0, 2]),
+    dict(mlp_only_layers=[0, 1, 2]),
+    dict(mlp_only_layers=["a"]),
+    dict(decoder_sparse_step=2),
+    dict(decoder_sparse_step=5),
+    dict(router_jitter_noise=0.5),
+    dict(swiglu_limit=0.5),
+    dict(swiglu_alpha=3.0),
+    dict(clip_qkv=0.1),
+    dict(output_router_logits=True, router_aux_loss_coef=0.5),
+    dict(shared_expert_intermediate_size=0),
 ]
 
 
@@ -105,8 +124,15 @@ def settings_of(family):
     if FAMILIES[family].linear is not None:
         base |= dict(linear_num_value_heads=4, linear_num_key_heads=2)
         base |= dict(linear_key_head_dim=4, linear_value_head_dim=6)
-    if family == "qwen3_5_text":
+    if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         base["full_attention_interval"] = 2
+    if FAMILIES[family].experts is not None:
+        count = "num_local_experts" if family in ("mixtral", "gpt_oss") else "num_experts"
+        sizes = {count: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        sizes["shared_expert_intermediate_size"] = 10
+        base |= {key: value for key, value in sizes.items() if key in FAMILIES[family].keys}
+    if family == "olmoe":
+        base["head_dim"] = 4
     if family == "olmo_hybrid":
         base["layer_types"] = [OF_STATES, FULL, OF_STATES]
     yield base
@@ -141,7 +167,7 @@ def logits_of_torch(folder, tokens):
             logits = model(input_ids=torch.tensor(tokens)).logits.numpy()
     except Exception:  # Whatever a file makes transformers raise.
         return None
-    if config.model_type == "olmo_hybrid":  # Its files have other tensors than the model.
+    if config.model_type in ("olmo_hybrid", "mixtral"):  # Files have other tensors than models.
         values = (folder / "config.json").read_bytes()
         model.save_pretrained(folder)
         (folder / "config.json").write_bytes(values)
@@ -155,7 +181,9 @@ def windows_of(config):
     """The window of each layer, as a model of transformers makes it of its config."""
     size, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if types is None:
-        types = [SLIDING if config.model_type == "mistral" else FULL] * config.num_hidden_layers
+        types = [
+            SLIDING if config.model_type in ("mistral", "mixtral") else FULL
+        ] * config.num_hidden_layers
     return tuple(size if kind == SLIDING else None for kind in types)
 
 
@@ -185,7 +213,7 @@ def check():
     """Imports every odd setting beside PyTorch; says what it finds, and whether none is silent."""
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, LENGTH))
     counts, silent, seen = {"equal": 0, "refused": 0}, [], set()
-    for family in FAMILIES:
+    for family in sys.argv[1:] or FAMILIES:
         base = next(settings_of(family))
         for values in settings_of(family):
             odd = {k: v for k, v in values.items() if base.get(k, "") != v}

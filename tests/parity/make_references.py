@@ -58,6 +58,7 @@ OF_STATES = dict(
     linear_value_head_dim=6,
     linear_conv_kernel_dim=3,
 )
+OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 SMALLER = dict(intermediate_size=12, num_key_value_heads=1, head_dim=4)
 
 # Name -> family, options, and type of the saved weights.
@@ -114,6 +115,55 @@ CASES = {
         ),
         "float32",
     ),
+    # A dense layer among those of experts.
+    "qwen3_moe": (
+        "Qwen3Moe",
+        OF_EXPERTS | dict(num_hidden_layers=3, mlp_only_layers=[1], norm_topk_prob=True),
+        "float32",
+    ),
+    "mixtral": (
+        "Mixtral",
+        dict(num_local_experts=5, num_experts_per_tok=2, sliding_window=5, intermediate_size=12),
+        "bfloat16",
+    ),
+    "gpt_oss": (
+        "GptOss",
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=12,
+            sliding_window=5,
+            rope_parameters=ROPE_YARN | dict(truncate=False),
+        ),
+        "float32",
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        OF_STATES
+        | OF_EXPERTS
+        | dict(
+            shared_expert_intermediate_size=10,
+            norm_topk_prob=False,
+            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+        ),
+        "float32",
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        OF_STATES
+        | OF_EXPERTS
+        | dict(
+            shared_expert_intermediate_size=10,
+            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+        ),
+        "float32",
+    ),
+    # Heads are as wide as the model together.
+    "olmoe": (
+        "Olmoe",
+        dict(num_experts=4, num_experts_per_tok=3, intermediate_size=12, head_dim=4),
+        "float32",
+    ),
     "olmo2": ("Olmo2", dict(rope_parameters=ROPE_YARN), "float32"),
     # Without rotary positions, and with norms over all heads, of which devices may have a half.
     "olmo_hybrid": (
@@ -122,7 +172,8 @@ CASES = {
         "float32",
     ),
 }
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS |= {x: f"{x}TextConfig" for x in ("Qwen3_5", "Qwen3_5Moe")}
 
 
 def make_model(name, seed):
@@ -133,7 +184,7 @@ def make_model(name, seed):
     config = getattr(transformers, name)(**SIZES | options, attn_implementation="eager")
     torch.manual_seed(seed)
     # Gemma and Qwen3.5 multiply by 1 + the scale of a norm.
-    centre = 0 if family.startswith(("Gemma", "Qwen3_5")) else 1
+    centre = 0 if family.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else 1
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for path, weight in model.named_parameters():
@@ -167,6 +218,8 @@ def compute(model, seed):
     gradients = {name: x.grad.numpy() for name, x in model.named_parameters()}
     if model.config.model_type == "olmo_hybrid":
         gradients = as_in_files(gradients, model.config)
+    if model.config.model_type != "gpt_oss":
+        gradients = by_expert(gradients, model.config.model_type)
     return {
         "tokens": tokens.astype(np.int32),
         "logits": out.logits[:, :-1].detach().numpy(),
@@ -190,6 +243,26 @@ def as_in_files(arrays, config):
             found[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = x
         else:
             found[name] = x
+    return found
+
+
+def by_expert(arrays, kind):
+    """The arrays under the names in files, where each expert has tensors of its own."""
+    folder, *names = ("mlp", "gate_proj", "up_proj", "down_proj")
+    if kind == "mixtral":
+        folder, *names = ("block_sparse_moe", "w1", "w3", "w2")
+    found = {}
+    for name, x in arrays.items():
+        if ".mlp." in name:
+            name = name.replace(".mlp.", f".{folder}.")
+        place, _, which = name.rpartition(".")
+        if which not in ("gate_up_proj", "down_proj"):
+            found[name] = x
+            continue
+        for expert, own in enumerate(x):
+            parts = np.split(own, 2) if which == "gate_up_proj" else [own]
+            for label, part in zip(names if parts[1:] else names[2:], parts, strict=False):
+                found[f"{place}.{expert}.{label}.weight"] = part
     return found
 
 

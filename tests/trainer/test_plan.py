@@ -301,7 +301,8 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     values = {key: value for key, value in QWEN.items() if key not in untold}
     values |= {"model_type": kind, "num_hidden_layers": 2, "rope_theta": 1e6}
     values |= {"no_rope_layers": [1, 1]} if kind == "smollm3" else {}
-    values |= {"full_attention_interval": 2} if kind == "qwen3_5_text" else {}
+    is_hybrid = kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+    values |= {"full_attention_interval": 2} if is_hybrid else {}
     types = {"layer_types": ["linear_attention", "full_attention"]}
     values |= types if kind == "olmo_hybrid" else {}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -400,7 +401,10 @@ def test_where_nothing_fits_the_least_memory_is_said(capsys):
                 ("gpt_7b --peak-flops 989", "FLOP/s above 0 with its unit; got '989'"),
                 ("{}/bad.json", "the file is no JSON"),
                 ("{}/empty.json", "it has no 'hidden_size'"),
-                ("{}/experts.json", "mixtures of experts are not planned; got num_experts=8"),
+                (
+                    "{}/experts.json",
+                    "experts are planned for models of llama, .*model_type=None with num_experts=8",
+                ),
                 ("gpt_7b --head-dim 127", "--head-dim must be even, for rotary positions; got"),
                 ("gpt_7b --windows 512 0", "--windows must be a positive whole number; got '0'"),
                 ("gpt_3b --windows full", "got 'full'.*For a layer without a window, write none."),

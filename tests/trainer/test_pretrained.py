@@ -333,18 +333,22 @@ def test_run_in_the_place_of_a_model_names_the_two_ways_on(tmp_path):
         read_description(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_5", "qwen3_next", "gpt_oss"])
 def test_parts_of_weights_are_those_of_the_whole(name):
-    config = make_config(REFERENCES / name)
+    config, family = make_config(REFERENCES / name), read_description(REFERENCES / name).family
     rng = np.random.default_rng(0)
-    for path, place in places(weight_shapes(config), config.model):
+    for path, place in places(weight_shapes(config), config.model, family):
         weight = rng.normal(size=place.shape)
         tensor = place.to_tensor(weight)
         assert tensor.shape == place.tensor_shape
-        if place.rows is not None:  # Of a tensor with other weights too.
-            others = rng.normal(size=place.whole_shape)
-            others[place.rows[0] :][: len(tensor)] = tensor
-            tensor = others
+        if (share := place.share) is not None:  # Of a tensor with other weights too.
+            own = [rng.normal(size=tensor.shape) for _ in share.sizes]
+            if not share.columns:
+                rows = [share.groups * size for size in share.sizes]
+                own = [rng.normal(size=(size, *tensor.shape[1:])) for size in rows]
+            own[share.index] = tensor
+            tensor = share.joined(own)
+            assert tensor.shape == place.whole_shape
         whole = tuple(slice(0, size) for size in place.shape)
         np.testing.assert_array_equal(place.read(tensor, whole), weight, err_msg=path)
         for _ in range(9):
@@ -418,7 +422,9 @@ def write_llama(folder):
     rng = np.random.default_rng(0)
     arrays = {
         name: rng.normal(size=place.tensor_shape, scale=0.02).astype(jnp.bfloat16)
-        for _, place in places(weight_shapes(dataclasses.replace(gpt_tiny(), model=model)), model)
+        for _, place in places(
+            weight_shapes(dataclasses.replace(gpt_tiny(), model=model)), model, "llama"
+        )
         for name in place.tensors
     }
     folder.mkdir()
@@ -850,7 +856,7 @@ def test_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     fail(OSError(28, "No space left on device"), StorageError, "No space left")
     large = {"norm/scale": np.full(16, 1e6, np.float32)}
     with refused(NonFiniteError, "float16"):
-        of_model = functools.partial(places, model=config.model)
+        of_model = functools.partial(places, model=config.model, family="llama")
         dtype_of = {"model.norm.weight": np.float16}.get
         write_merged(large, of_model, LoraConfig(), tmp_path, dtype_of, shard_bytes=10**6)
 

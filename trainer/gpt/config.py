@@ -41,6 +41,8 @@ class RopeConfig:
     default is 4 and 1 for "llama3", 32 and 1 for "yarn"; no other scaling uses them."""
     attention_factor: float | None = None
     """Factor of queries and keys with "yarn". The default is 0.1 * ln(factor) + 1."""
+    truncate: bool = True
+    """Whether "yarn" begins and ends its blend at whole pairs of channels; gpt-oss does not."""
     channels: int | None = None
     """Number of channels of each head that turn: the first ones, an even number. The default is all
     of them."""
@@ -83,6 +85,11 @@ class RopeConfig:
                 "model.rope.turns must be two numbers above 0, the larger one first, for scaling "
                 f"'llama3' or 'yarn'; got turns={self.turns}, scaling={self.scaling!r}. Leave them "
                 "out for the default."
+            )
+        if not self.truncate and self.scaling != "yarn":
+            raise InputError(
+                "model.rope.truncate is an option of scaling 'yarn'; got "
+                f"scaling={self.scaling!r}. Leave it out."
             )
         if self.attention_factor is not None and (
             self.scaling != "yarn" or not 0 < self.attention_factor < math.inf
@@ -212,6 +219,8 @@ class GPTConfig:
     """Whether embeddings are multiplied by the square root of `width`, as in Gemma."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have a bias, as in Qwen2."""
+    out_bias: bool = False
+    """Whether the projection from attention has a bias, as in gpt-oss."""
     qk_norm: bool = False
     """Whether queries and keys are normalised before they are rotated, as in Qwen3."""
     qk_norm_over: Literal["head", "heads"] = "head"

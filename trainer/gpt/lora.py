@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
+from models.periods import layers_of
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
-from trainer.gpt.pretrained.families import plain
-from trainer.gpt.pretrained.tensors import numbers_of, tables
+from trainer.gpt.pretrained.families import without_losses
+from trainer.gpt.pretrained.tensors import tables
 from trainer.parallel.partition import ADAPTERS
 from trainer.run.settings import settings_of
 from trainer.weights.adapters import KERNEL, as_matrix
@@ -28,13 +29,14 @@ PREFIX = "base_model.model."
 
 
 def peft_config(
-    config: GPTTrainConfig, base: GPTConfig | None, *, note: Callable[[str], Any]
+    config: GPTTrainConfig, base: GPTConfig | None, family: str, *, note: Callable[[str], Any]
 ) -> dict[str, Any]:
     """The adapter_config.json of a run.
 
     Args:
         config: config of the run.
         base: the model of the folder that it names; None if that is not known.
+        family: its `model_type`.
         note: is told if the folder is gone.
 
     Raises:
@@ -58,7 +60,7 @@ def peft_config(
         )
     lora = config.lora
     assert lora.rank is not None, "the caller has looked"
-    modules = _modules(config.model, lora.targets)
+    modules = _modules(config.model, family, lora.targets)
     several = {name: len(rows) for name, rows in modules.items() if len(rows) > 1}
     return {
         "peft_type": "LORA",
@@ -80,7 +82,7 @@ def peft_config(
 
 def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
     """Raises if flags have changed what the model of a folder computes: PEFT would not know."""
-    there, now = (settings_of(replace(plain(x), dtype="float32")) for x in (base, model))
+    there, now = (settings_of(replace(without_losses(x), dtype="float32")) for x in (base, model))
     changed = [name for name in now if there[name] != now[name]]
     if changed:
         lines = ", ".join(f"{name}={there[name]} there and {now[name]} here" for name in changed)
@@ -91,11 +93,11 @@ def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
         )
 
 
-def _modules(model: GPTConfig, targets: Collection[str]) -> dict[str, set[str]]:
+def _modules(model: GPTConfig, family: str, targets: Collection[str]) -> dict[str, set[str]]:
     """The adapted projections by their names in transformers, such as "q_proj"."""
     found: dict[str, set[str]] = {}
-    for part, table in tables(model).items():
-        if numbers_of(model.layer_mixers, part):
+    for part, table in tables(model, family).items():
+        if layers_of(part, model.layer_mixers, model.layer_feed_forwards):
             for path, (name, _) in table.items():
                 *_, target, kind = ("", *path.split("/"))
                 if kind == KERNEL and target in targets:
@@ -104,7 +106,7 @@ def _modules(model: GPTConfig, targets: Collection[str]) -> dict[str, set[str]]:
 
 
 def peft_tensors(
-    arrays: Mapping[str, Any], dtype: Any, model: GPTConfig
+    arrays: Mapping[str, Any], dtype: Any, model: GPTConfig, family: str
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
 
@@ -114,16 +116,19 @@ def peft_tensors(
         arrays: the weights of a model by their paths.
         dtype: type of the tensors.
         model: sizes of the model.
+        family: its `model_type`.
     """
     found = {}
-    for part, table in tables(model).items():
+    for part, table in tables(model, family).items():
         names = dict.fromkeys(name for path, (name, _) in table.items() if path.endswith(KERNEL))
         for name in names:
             rows = [path.removesuffix(f"/{KERNEL}") for path, (x, _) in table.items() if x == name]
             pairs = [[arrays.get(f"{part}/{path}/{kind}") for kind in ADAPTERS] for path in rows]
             if all(a is None for a, _ in pairs):
                 continue
-            for place, layer in enumerate(numbers_of(model.layer_mixers, part)):
+            for place, layer in enumerate(
+                layers_of(part, model.layer_mixers, model.layer_feed_forwards)
+            ):
                 own = [
                     None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
                 ]

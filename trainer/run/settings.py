@@ -36,6 +36,9 @@ FREE_SETTINGS = (
     *("validation_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
 )
 
+WITHOUT_WEIGHTS = ("model.rope.", "model.experts.balance_loss", "model.experts.z_loss")
+"""Settings of a model with which its weights keep their meaning."""
+
 Config = TypeVar("Config")
 
 
@@ -213,10 +216,10 @@ def check_same_run(config: TrainConfig) -> None:
     saved, now = _fixed_settings(load_config(type(config), path)), _fixed_settings(config)
     # What has an effect in one of them only does so because of a setting that both have.
     changed = [name for name in now if name in saved and saved[name] != now[name]]
-    # Rotary positions have no weights, and a longer context needs other ones.
+    # Rotary positions and losses have no weights, and a longer context needs other positions.
     is_other_state = any(
         name == "optimizer.kind"
-        or (name.startswith(("model.", "lora.")) and not name.startswith("model.rope."))
+        or (name.startswith(("model.", "lora.")) and not name.startswith(WITHOUT_WEIGHTS))
         for name in changed
     ) or (saved["ema_decay"] is None) != (now["ema_decay"] is None)
     if not changed or (config.allow_changes and not is_other_state):

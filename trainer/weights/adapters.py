@@ -141,8 +141,10 @@ def write_merged(
     """
     found = dict(places({x: tuple(y.shape) for x, y in arrays.items() if not is_adapter(x)}))
 
-    def weight(path: str, layer: int) -> Shaped[np.ndarray, "..."]:
-        stacked = found[path].stacked
-        return merged(arrays, path, layer, lora) if stacked else np.asarray(arrays[path])
+    def weight(path: str, number: int) -> Shaped[np.ndarray, "..."]:
+        place = found[path]
+        if place.stacked and place.experts is None:
+            return merged(arrays, path, number, lora)
+        return place.weight_of(np.asarray(arrays[path]), number)
 
     write_tensors(found, weight, folder, dtype_of, shard_bytes=shard_bytes, stem=stem)

@@ -60,15 +60,15 @@ class TensorWeights(InitialWeights):
         self, place: Place, index: tuple[slice, ...], dtype: Any
     ) -> Shaped[np.ndarray, "..."]:
         """The part of a weight that lies on one device."""
-        layers, *rest = index if place.stacked else (slice(None), *index)
-        chosen = place.tensors[layers]
+        numbers, rest = place.numbers(index)
         part: Any = None
-        for number, tensor in enumerate(chosen):
+        for at, number in np.ndenumerate(numbers):
+            tensor = place.tensors[number]
             values = place.read(self.tensors.slices[tensor], rest)
             if part is None:
-                part = _aligned((len(chosen), *values.shape), dtype)
-            self._fill(part[number], values, tensor)
-        return part if place.stacked else part[0]
+                part = _aligned((*numbers.shape, *values.shape), dtype)
+            self._fill(part[at], values, tensor)
+        return part
 
     def _fill(self, target: Shaped[np.ndarray, "..."], values: Any, tensor: str) -> None:
         """Copies values of a tensor, and raises unless they are finite in its type."""

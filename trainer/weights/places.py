@@ -23,9 +23,53 @@ OF_HEADS: Groups = ((0, 1),)
 """A bias or a scale, [heads, head_dim]."""
 IN_ROWS: Groups = ((1, 2), (0,))
 """A projection to heads, [inputs, heads, head_dim]."""
+IN_BOTH: Groups = ((0,), (1,))
+"""A matrix that has the same form there."""
 IN_COLUMNS: Groups = ((2,), (0, 1))
 """A projection from heads, [heads, head_dim, outputs]."""
 OF_CONV: Groups = ((1, 2), (), (0,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which part of a tensor one of its weights is."""
+
+    index: int
+    """Number of the weight among those of the tensor."""
+    sizes: tuple[int, ...]
+    """Rows of each of the weights, in every group of rows."""
+    groups: int = 1
+    """Groups of rows, each of which has all weights."""
+    columns: bool = False
+    """Whether the weights take turns in the last dimension instead, each with one number."""
+
+    def taken(self, tensor: Any, cover: list[slice]) -> Shaped[np.ndarray, "..."]:
+        """A part of the weight; of the tensor, as little as possible is read."""
+        count, before = len(self.sizes), sum(self.sizes[: self.index])
+        if self.columns:
+            last = cover[-1]
+            cover = [*cover[:-1], slice(last.start * count, last.stop * count)]
+            return np.asarray(tensor[tuple(cover)])[..., self.index :: count]
+        rows, *others = cover
+        if self.groups == 1:
+            return np.asarray(tensor[(slice(rows.start + before, rows.stop + before), *others)])
+        whole = np.asarray(tensor[(slice(0, self.groups * sum(self.sizes)), *others)])
+        whole = whole.reshape(self.groups, -1, *whole.shape[1:])
+        own = whole[:, before : before + self.sizes[self.index]]
+        return own.reshape(-1, *own.shape[2:])[rows]
+
+    def joined(self, parts: Sequence[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
+        """The tensor of all its weights, in their order."""
+        if self.columns:
+            return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+        grouped = [x.reshape(self.groups, -1, *x.shape[1:]) for x in parts]
+        return np.concatenate(grouped, axis=1).reshape(-1, *parts[0].shape[1:])
+
+    def whole_shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor, from that of the weight's part."""
+        if self.columns:
+            return (*own[:-1], own[-1] * len(self.sizes))
+        return (self.groups * sum(self.sizes), *own[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +77,39 @@ class Place:
     """Where one weight, or that of all layers together, lies in a checkpoint."""
 
     tensors: tuple[str, ...]
-    """Its tensors: one for each layer, or a single one."""
+    """Its tensors: one for each layer, or for each expert of each layer; or a single one."""
     stacked: bool
     """Whether its first dimension counts layers."""
+    experts: int | None = None
+    """Number of experts that have tensors of their own, which its second dimension counts."""
     shape: tuple[int, ...]
-    """Its shape, without layers."""
+    """Its shape, without layers and such experts."""
     groups: Groups
     """How the dimensions of a tensor are made of its own; one of size 1 is made of none."""
-    rows: tuple[int, int] | None = None
-    """The first of its rows in a tensor that has other weights too, and the rows of all of them."""
+    share: Share | None = None
+    """Its part of tensors that have other weights too."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of each of its tensors."""
-        rows, *rest = self.tensor_shape
-        return (rows if self.rows is None else self.rows[1], *rest)
+        own = self.tensor_shape
+        return own if self.share is None else self.share.whole_shape(own)
+
+    def numbers(self, index: Sequence[slice]) -> tuple[np.ndarray, Sequence[slice]]:
+        """The numbers of the tensors of a part of the weight, shaped as the part begins; and the
+        part of each tensor's weight."""
+        every = np.arange(len(self.tensors))
+        if not self.stacked:
+            return every.reshape(()), index
+        if self.experts is None:
+            return every[index[0]], index[1:]
+        return every.reshape(-1, self.experts)[index[0], index[1]], index[2:]
+
+    def weight_of(self, weight: Any, number: int) -> Any:
+        """The weight of a tensor, from that of all layers and experts."""
+        if not self.stacked:
+            return weight
+        return weight[number] if self.experts is None else weight[divmod(number, self.experts)]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -75,10 +137,11 @@ class Place:
             cover.append(slice(start * size, stop * size))
             split += [stop - start, *(self.shape[dim] for dim in rest)]
             inner += [slice(None), *(slice(*ranges[dim]) for dim in rest)]
-        if self.rows is not None:
-            before = self.rows[0]
-            cover[0] = slice(cover[0].start + before, cover[0].stop + before)
-        block = np.asarray(tensor[tuple(cover)]).reshape(split)[tuple(inner)]
+        if self.share is None:
+            block = np.asarray(tensor[tuple(cover)])
+        else:
+            block = self.share.taken(tensor, cover)
+        block = block.reshape(split)[tuple(inner)]
         return block.transpose(np.argsort(self._order))
 
     def to_tensor(self, weight: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
@@ -91,16 +154,18 @@ class Place:
 
 
 def by_tensor(found: Mapping[str, Place]) -> dict[str, list[tuple[str, int]]]:
-    """For each tensor, the weights whose rows it has, in their order: path, and layer of the path.
+    """For each tensor, its weights, in their order: path, and number of the tensor in its place.
 
     Args:
         found: what `places` gives.
     """
     tensors: dict[str, list[tuple[str, int]]] = {}
     for path, place in found.items():
-        for layer, name in enumerate(place.tensors):
-            tensors.setdefault(name, []).append((path, layer))
-    return {
-        name: sorted(parts, key=lambda x: (found[x[0]].rows or (0,))[0])
-        for name, parts in tensors.items()
-    }
+        for number, name in enumerate(place.tensors):
+            tensors.setdefault(name, []).append((path, number))
+
+    def order(part: tuple[str, int]) -> int:
+        share = found[part[0]].share
+        return 0 if share is None else share.index
+
+    return {name: sorted(parts, key=order) for name, parts in tensors.items()}

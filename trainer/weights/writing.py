@@ -31,7 +31,7 @@ def write_tensors(
 
     Args:
         places: the place of every weight.
-        weight: path, number of a layer -> the weight of that layer, or one that no layers have.
+        weight: path, number of a tensor in its place -> the weight of that tensor.
         folder: the folder.
         dtype_of: name of a tensor -> its type.
         shard_bytes: bytes of a file, at most, unless one tensor has more.
@@ -58,7 +58,8 @@ def write_tensors(
         for name in names:
             dtype = dtype_of(name)
             parts = [_tensor(weight(x, n), x, places[x], dtype) for x, n in found[name]]
-            tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            share = places[found[name][0][0]].share
+            tensors[name] = parts[0] if share is None else share.joined(parts)
         write_file(folder / file, tensors)
         files |= dict.fromkeys(names, file)
     if shards[1:]:

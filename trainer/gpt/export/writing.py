@@ -105,11 +105,13 @@ def export_run(
     apart = config.freezes and not merge
     check_merge(config, run_dir, merge=merge)
     kind = dtype or (before if before in get_args(Dtype) and not apart else "float32")
-    family_of(config.model)
+    family: str = family_of(config.model)
+    if values is not None and family == family_of(describe(values, CONFIG).model):
+        family = values["model_type"]  # Two families may have the same models.
     beside = files_beside_weights(config, kept)
     if apart:
         base = None if values is None else describe(values, CONFIG).model
-        name, described = ADAPTER_CONFIG, peft_config(config, base, note=note)
+        name, described = ADAPTER_CONFIG, peft_config(config, base, family, note=note)
     else:
         name, described = CONFIG, config_values(config, values, kind, note=note)
         if ids := token_ids(config, beside.get(TOKENIZER), kept / TOKENIZER):
@@ -123,9 +125,11 @@ def export_run(
 
     def write(part: Path) -> None:
         if apart:
-            write_file(part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model))
+            write_file(
+                part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model, family)
+            )
         else:
-            of_model = partial(places, model=config.model)
+            of_model = partial(places, model=config.model, family=family)
             options: dict[str, Any] = {"shard_bytes": shard_bytes}
             write_merged(arrays, of_model, config.lora, part, lambda _: jnp.dtype(kind), **options)
         for file, path in beside.items():

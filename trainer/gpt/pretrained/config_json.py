@@ -20,11 +20,15 @@ from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
 from trainer.gpt.config import GPTConfig, RopeConfig
 from trainer.gpt.pretrained.families import (
+    BALANCE,
+    COUNTS,
+    DENSE,
     FAMILIES,
     FULL,
     LINEAR,
     MULTIMODAL,
     NEGATIVE,
+    NORMALISED_SHARES,
     OF_LINEAR,
     SLIDING,
     Family,
@@ -196,6 +200,11 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         if not getattr(read, NEGATIVE, True):
             sizes["largest_beta"] = 1.0
         options["linear"] = replace(family.linear, **sizes)
+    mlp_width: Any = getattr(read, "intermediate_size", None)
+    if family.experts is not None:
+        options |= _experts(ConfigValues({x: getattr(read, x, None) for x in family.keys}, name),
+                            family, layers)  # fmt: skip
+        mlp_width = mlp_width or options["experts"].width
     if family.gemma:
         scale_dim = read.query_pre_attn_scalar
         options |= {
@@ -211,7 +220,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         heads=heads,
         kv_heads=read.num_key_value_heads,
         head_dim=head_dim,
-        mlp_width=read.intermediate_size,
+        mlp_width=mlp_width,
         tied_head=read.tie_word_embeddings,
         norm_eps=read.rms_norm_eps,
         rope=rope,
@@ -232,6 +241,10 @@ def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         ValueError: if those of a model of images and text do not have them.
     """
     kind: Any = MULTIMODAL.get(str(values.get("model_type")))
+    quantised = values.get("quantization_config")
+    is_packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+    if is_packed and values.get("model_type") == "gpt_oss":
+        values = {key: x for key, x in values.items() if key != "quantization_config"}
     if kind is None:
         return values
     inner = values.get("text_config")
@@ -373,7 +386,8 @@ def _check_ropes(values: Mapping[str, Any], family: Family, name: str) -> None:
                     f"{f' with {unknown}' if unknown else ''}, which is not supported. Use another "
                     "model, or rope_type default and --model.rope.scaling ntk."
                 )
-            _require("truncate", part.get("truncate"), (True, None), name)
+            truncates = (True, None) if family.truncates else (True, False, None)
+            _require("truncate", part.get("truncate"), truncates, name)
             if not family.turns_some:
                 share = "partial_rotary_factor"
                 _require(share, part.get(share), (1.0, None), name)
@@ -442,6 +456,7 @@ def _read_rope(
         original_length=original,
         turns=None if turns == standard else turns,
         attention_factor=attention_factor,
+        truncate=name != "yarn" or given.get("truncate") is not False,
     )
 
 
@@ -479,6 +494,28 @@ def _windows(found: ConfigValues, kind: str) -> tuple[int | None, ...]:
             "Correct the file."
         )
     return tuple(found.number("sliding_window") if x == SLIDING else None for x in types)
+
+
+def _experts(found: ConfigValues, family: Family, layers: int) -> dict[str, Any]:
+    """The layers of experts, and which these are."""
+    read, experts = found.values, family.experts
+    assert experts is not None, "the caller has looked"
+    sizes: dict[str, Any] = {x: found.number(key) for key, x in family.expert_keys.items()}
+    count = next(key for key in COUNTS if read.get(key) is not None)
+    sizes["count"] = found.number(count)
+    if NORMALISED_SHARES in family.keys:
+        sizes["normalised"] = bool(read[NORMALISED_SHARES])
+    # transformers adds the loss only if it gives the logits of the router, too.
+    sizes["balance_loss"] = found.real(BALANCE) if read.get("output_router_logits") else 0.0
+    dense, step = (read.get(key) for key in DENSE)
+    dense = dense or ()
+    if not all(type(x) is int and 0 <= x < layers for x in dense):
+        raise found.wrong(DENSE[0], f"a list of numbers of layers, from 0 to {layers - 1}", dense)
+    step = found.number(DENSE[1], default=1)
+    feeds = ["mlp" if i in dense or (i + 1) % step else "experts" for i in range(layers)]
+    if "experts" not in feeds:
+        raise found.wrong(DENSE[0], "such that a layer has experts", dense)
+    return {"experts": replace(experts, **sizes), "feed_forwards": pattern(feeds)}
 
 
 def _types_of(found: ConfigValues) -> Sequence[str]:

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.planner.layers import shortest
-from trainer.gpt.config import GPTConfig, LinearConfig, RopeConfig
+from trainer.gpt.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
 
 GELU = "gelu_pytorch_tanh"
 OPTIONS = {
     **{"mlp": "swiglu", "scaled_embedding": False, "sinks": False, "qkv_bias": False},
     **{"qk_norm": False, "qk_norm_over": "head", "norms": "before", "norm_offset": False},
-    "attention_gate": False,
+    **{"attention_gate": False, "out_bias": False},
 }
 """Options of a model by which families differ, as most have them."""
 NORMALISED = {"qk_norm": True}
@@ -29,7 +29,7 @@ CAPPED = ("softcap", "output_softcap", "scale_dim")
 FULL, SLIDING = "full_attention", "sliding_attention"
 LINEAR = "linear_attention"
 """Types of layers in transformers: without a window, with one, and of linear attention."""
-MULTIMODAL = {"qwen3_5": "qwen3_5_text"}
+MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """`model_type` of models of images and text -> that of their text models."""
 SILU = {"hidden_act": ("silu", "swish")}
 OF_GEMMA = {"hidden_activation": (GELU,), "use_bidirectional_attention": (None, False)}
@@ -47,7 +47,7 @@ class Family:
     """Keys of which a few values are supported."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The `OPTIONS` that are not as most have them."""
-    windows: Literal["no", "some", "all"] = "some"
+    windows: Literal["no", "some", "all", "all_or_none"] = "some"
     """Which layers may have a window."""
     without_rope: Literal["no", "some", "all"] = "no"
     """Which layers may have no rotary positions."""
@@ -59,6 +59,12 @@ class Family:
     """What its layers of linear attention have beside their sizes; None for none."""
     turns_some: bool = False
     """Whether some channels of a head may not turn."""
+    experts: ExpertsConfig | None = None
+    """What its layers of experts have beside their sizes; None for none."""
+    expert_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of experts -> settings of `ExpertsConfig`."""
+    truncates: bool = True
+    """Whether YaRN always begins and ends its blend at whole pairs of channels."""
 
 
 OF_LINEAR = {
@@ -69,6 +75,17 @@ OF_LINEAR = {
     "linear_conv_kernel_dim": "conv",
 }
 """Keys of linear attention -> settings of `LinearConfig`."""
+COUNTS = ("num_experts", "num_local_experts")
+"""Names of the number of experts, of which a file has either."""
+OF_EXPERTS = {"num_experts_per_tok": "top_k", "moe_intermediate_size": "width"}
+OF_SHARED = OF_EXPERTS | {"shared_expert_intermediate_size": "shared_width"}
+OF_MIXTRAL = {"num_experts_per_tok": "top_k", "intermediate_size": "width"}
+"""Keys of experts -> settings of `ExpertsConfig`."""
+BALANCE, NORMALISED_SHARES = "router_aux_loss_coef", "norm_topk_prob"
+DENSE = ("mlp_only_layers", "decoder_sparse_step")
+"""Keys that say which layers have no experts."""
+LOSSES = (BALANCE, "output_router_logits")
+"""Keys of the balancing loss, which transformers adds if the second one is set."""
 NEGATIVE = "linear_allow_neg_eigval"
 """Whether the states of an Olmo Hybrid may change their sign: beta is then at most 2, else 1."""
 LAYERS = ("sliding_window", "layer_types")
@@ -125,6 +142,84 @@ FAMILIES = {
         linear=LinearConfig(),
         turns_some=True,
     ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        keys=("sliding_window", *COUNTS, *OF_MIXTRAL, *LOSSES),
+        only=SILU | {"router_jitter_noise": (0.0, None)},
+        windows="all_or_none",
+        experts=ExpertsConfig(),
+        expert_keys=OF_MIXTRAL,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        # Published files have `max_window_layers`, which transformers does not read here.
+        keys=(
+            *("sliding_window", "use_sliding_window", "max_window_layers", *COUNTS, *OF_EXPERTS),
+            *(NORMALISED_SHARES, *DENSE, *LOSSES),
+        ),
+        only=SILU,
+        options=NORMALISED,
+        windows="all_or_none",
+        experts=ExpertsConfig(),
+        expert_keys=OF_EXPERTS,
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        # Published files have the last two, which nobody reads.
+        keys=(
+            *(*LAYERS, *COUNTS, *OF_MIXTRAL, *LOSSES),
+            *("experts_per_token", "initial_context_length"),
+        ),
+        only=SILU
+        | {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None), "attention_bias": (True,)},
+        options={"qkv_bias": True, "out_bias": True, "sinks": True},
+        experts=ExpertsConfig(activation="clamped", biases=True),
+        expert_keys=OF_MIXTRAL,
+        truncates=False,
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        keys=(*COUNTS, *OF_MIXTRAL, NORMALISED_SHARES, *LOSSES),
+        only=SILU | {"clip_qkv": (None,)},
+        options=NORMALISED | {"qk_norm_over": "heads"},
+        windows="no",
+        experts=ExpertsConfig(),
+        expert_keys=OF_MIXTRAL,
+    ),
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5MoeForCausalLM",
+        keys=(
+            *("layer_types", "full_attention_interval", "partial_rotary_factor", *OF_LINEAR),
+            *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+            *(*COUNTS, *OF_SHARED, *LOSSES),
+        ),
+        only=SILU
+        | {
+            "attn_output_gate": (True, None),
+            "output_gate_type": ("swish", "silu", None),
+            "mlp_only_layers": ([], None),
+        },
+        options=NORMALISED | {"attention_gate": True, "norm_offset": True},
+        windows="no",
+        linear=LinearConfig(),
+        turns_some=True,
+        experts=ExpertsConfig(shared_width=1, shared_gate=True),
+        expert_keys=OF_SHARED,
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        keys=(
+            *("layer_types", "full_attention_interval", "partial_rotary_factor", *OF_LINEAR),
+            *(*COUNTS, *OF_SHARED, NORMALISED_SHARES, *DENSE, *LOSSES),
+        ),
+        only=SILU,
+        options=NORMALISED | {"attention_gate": True, "norm_offset": True},
+        windows="no",
+        linear=LinearConfig(),
+        turns_some=True,
+        experts=ExpertsConfig(shared_width=1, shared_gate=True),
+        expert_keys=OF_SHARED,
+    ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM", keys=(), only=SILU, options=OLMO, windows="no"
     ),
@@ -177,10 +272,13 @@ def _fits(model: GPTConfig, family: Family) -> bool:
             len(windows - {None}) <= 1,
             windows == {None} or family.windows != "no",
             None not in windows or family.windows != "all",
+            len(windows) == 1 or family.windows != "all_or_none",
+            model.rope.truncate or not family.truncates,
             (_bases_by_window if family.local_rope else _one_base)(model),
             True not in without_rope or family.without_rope != "no",
             len(without_rope) == 1 or family.without_rope == "some",
             _fits_linear(model, family),
+            _fits_experts(model, family),
         )
     )
 
@@ -195,6 +293,20 @@ def _fits_linear(model: GPTConfig, family: Family) -> bool:
         given.largest_beta in (1.0, wanted.largest_beta)
         and (given.norm_eps or model.norm_eps) == (wanted.norm_eps or model.norm_eps)
         and (given.norms or model.norms) == (wanted.norms or model.norms)
+    )
+
+
+def _fits_experts(model: GPTConfig, family: Family) -> bool:
+    """Whether the layers of experts of a model, if it has some, are those of a family."""
+    given, wanted = model.experts, family.experts
+    if wanted is None or "experts" not in model.layer_feed_forwards:
+        return wanted is None and "experts" not in model.layer_feed_forwards
+    same = ("activation", "biases", "shared_gate", "scores")
+    return (
+        all(getattr(given, name) == getattr(wanted, name) for name in same)
+        and (given.shared_width > 0) == ("shared_width" in family.expert_keys.values())
+        and (given.normalised or NORMALISED_SHARES in family.keys)
+        and ("mlp" not in model.layer_feed_forwards or DENSE[0] in family.keys)
     )
 
 
@@ -294,6 +406,7 @@ def _rope_values(model: GPTConfig) -> dict[str, Any]:
         # Versions of transformers differ in what they make of a factor that is left out.
         factor = rope.attention_factor
         scaling["attention_factor"] = paper_factor(rope.factor) if factor is None else factor
+        scaling |= {} if rope.truncate else {"truncate": False}
     return {"rope_theta": base, "rope_scaling": scaling}
 
 
@@ -323,6 +436,14 @@ def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
         found[NEGATIVE] = model.linear.largest_beta == 2
         found["layer_types"] = [FULL if x == "attention" else LINEAR for x in model.layer_mixers]
         found |= {key: model.linear_sizes[name] for key, name in OF_LINEAR.items()}
+    if family.experts is not None:
+        experts = model.experts
+        local = family.architecture.startswith(("Mixtral", "GptOss"))
+        found |= {key: model.expert_sizes[name] for key, name in family.expert_keys.items()}
+        found |= {COUNTS[local]: experts.count, NORMALISED_SHARES: experts.normalised}
+        dense = [i for i, x in enumerate(model.layer_feed_forwards) if x == "mlp"]
+        found |= dict(zip(DENSE, (dense, 1), strict=True))
+        found |= dict(zip(LOSSES, (experts.balance_loss, experts.balance_loss > 0), strict=True))
     return {key: value for key, value in found.items() if key in family.keys}
 
 
@@ -333,7 +454,13 @@ def plain(model: GPTConfig) -> GPTConfig:
     stretches = model.rope.stretches if _stretches_some(model) else "all"
     channels = None if model.rope.channels == model.head_dim else model.rope.channels
     rope = replace(model.rope, stretches=stretches, channels=channels)
-    model = replace(model, mixers=pattern(model.layer_mixers))
+    feed_forwards = pattern(model.layer_feed_forwards)
+    model = replace(model, mixers=pattern(model.layer_mixers), feed_forwards=feed_forwards)
+    if "experts" in feed_forwards:
+        width = model.expert_sizes["width"]
+        # Without dense layers, there is no MLP.
+        mlp_width = model.mlp_width if "mlp" in feed_forwards else width
+        model = replace(model, experts=replace(model.experts, width=width), mlp_width=mlp_width)
     if "linear" in model.mixers:
         sizes = model.linear_sizes
         sizes["norm_eps"] = None if sizes["norm_eps"] == model.norm_eps else sizes["norm_eps"]
@@ -357,8 +484,16 @@ def pattern(layers: Sequence[Any]) -> tuple[Any, ...]:
 
 def without_rope(model: GPTConfig) -> tuple[GPTConfig, tuple[bool, ...]]:
     """The model without what config.json has in another form, or not at all."""
-    same = replace(plain(model), rope=RopeConfig(), dtype="float32")
+    same = replace(without_losses(model), rope=RopeConfig(), dtype="float32")
     return same, tuple(base is None for base in model.layer_bases)
+
+
+def without_losses(model: GPTConfig) -> GPTConfig:
+    """The model in its simplest form, without what changes no logits."""
+    model = plain(model)
+    if "experts" not in model.feed_forwards:
+        return model
+    return replace(model, experts=replace(model.experts, balance_loss=0.0, z_loss=0.0))
 
 
 def _stretches_some(model: GPTConfig) -> bool:

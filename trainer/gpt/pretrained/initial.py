@@ -18,6 +18,7 @@ from trainer.data.opening import read_object, reading
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description, text_values
 from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
+from trainer.gpt.pretrained.experts import with_experts
 from trainer.gpt.pretrained.olmo import as_published
 from trainer.gpt.pretrained.tensors import IMAGES, name_of_text, part_of, places
 from trainer.gpt.tokenizer import check_tokenizer_of_model
@@ -82,10 +83,11 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             path_name(path): tuple(x.shape)
             for path, x in jax.tree_util.tree_leaves_with_path(shapes)
         }
-        found = dict(places(named, config.model))
+        found = dict(places(named, config.model, described.family))
         wanted = {name: place.whole_shape for place in found.values() for name in place.tensors}
         if described.family == "olmo_hybrid":
             tensors = as_published(tensors, wanted)
+        tensors = with_experts(tensors, wanted)
         images = tensors.left_out.get(IMAGES, 0)
         if images and not config.init_text_only:
             raise InputError(

@@ -5,14 +5,14 @@ Both rotate the channel pairs (i, i + head_dim / 2).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from models.periods import ATTENTION, LINEAR
+from models.periods import PARTS, layers_of
 from trainer.gpt.config import GPTConfig
 from trainer.weights.places import (
     AS_IT_IS,
+    IN_BOTH,
     IN_COLUMNS,
     IN_ROWS,
     OF_CONV,
@@ -20,6 +20,7 @@ from trainer.weights.places import (
     TRANSPOSED,
     Groups,
     Place,
+    Share,
 )
 
 OF_MODEL: Mapping[str, tuple[str, Groups]] = {
@@ -42,12 +43,45 @@ OF_LAYER: Mapping[str, tuple[str, Groups]] = {
     "attention/key_norm/scale": ("self_attn.k_norm.weight", AS_IT_IS),
     "attention/query_norm/heads_scale": ("self_attn.q_norm.weight", OF_HEADS),
     "attention/key_norm/heads_scale": ("self_attn.k_norm.weight", OF_HEADS),
+    "attention/out_bias": ("self_attn.o_proj.bias", AS_IT_IS),
     "mlp_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
+}
+"""Weight of a layer -> tensor of a layer."""
+OF_MLP: Mapping[str, tuple[str, Groups]] = {
     "mlp/gate/kernel": ("mlp.gate_proj.weight", TRANSPOSED),
     "mlp/up/kernel": ("mlp.up_proj.weight", TRANSPOSED),
     "mlp/down/kernel": ("mlp.down_proj.weight", TRANSPOSED),
 }
-"""Weight of a layer -> tensor of a layer."""
+OF_EXPERTS: Mapping[str, tuple[str, Groups]] = {
+    "mlp/router": ("mlp.gate.weight", TRANSPOSED),
+    "mlp/expert_gate": ("mlp.experts.{}.gate_proj.weight", TRANSPOSED),
+    "mlp/expert_up": ("mlp.experts.{}.up_proj.weight", TRANSPOSED),
+    "mlp/expert_down": ("mlp.experts.{}.down_proj.weight", TRANSPOSED),
+    "mlp/shared/gate/kernel": ("mlp.shared_expert.gate_proj.weight", TRANSPOSED),
+    "mlp/shared/up/kernel": ("mlp.shared_expert.up_proj.weight", TRANSPOSED),
+    "mlp/shared/down/kernel": ("mlp.shared_expert.down_proj.weight", TRANSPOSED),
+    "mlp/shared_gate/kernel": ("mlp.shared_expert_gate.weight", TRANSPOSED),
+}
+"""Where a name has braces, each expert has a tensor of its own."""
+OF_MIXTRAL: Mapping[str, tuple[str, Groups]] = {
+    "mlp/router": ("block_sparse_moe.gate.weight", TRANSPOSED),
+    "mlp/expert_gate": ("block_sparse_moe.experts.{}.w1.weight", TRANSPOSED),
+    "mlp/expert_up": ("block_sparse_moe.experts.{}.w3.weight", TRANSPOSED),
+    "mlp/expert_down": ("block_sparse_moe.experts.{}.w2.weight", TRANSPOSED),
+}
+_BY_EXPERT: Groups = ((0,), (1,), (2,))
+OF_GPT_OSS: Mapping[str, tuple[str, Groups]] = {
+    "mlp/router": ("mlp.router.weight", TRANSPOSED),
+    "mlp/router_bias": ("mlp.router.bias", AS_IT_IS),
+    "mlp/expert_gate": ("mlp.experts.gate_up_proj", _BY_EXPERT),
+    "mlp/expert_up": ("mlp.experts.gate_up_proj", _BY_EXPERT),
+    "mlp/expert_down": ("mlp.experts.down_proj", _BY_EXPERT),
+    "mlp/expert_gate_bias": ("mlp.experts.gate_up_proj_bias", IN_BOTH),
+    "mlp/expert_up_bias": ("mlp.experts.gate_up_proj_bias", IN_BOTH),
+    "mlp/expert_down_bias": ("mlp.experts.down_proj_bias", IN_BOTH),
+}
+IN_TURNS = ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias")
+"""Tensors whose weights take turns in the last dimension."""
 OF_LINEAR: Mapping[str, tuple[str, Groups]] = {
     "attention/query/kernel": ("linear_attn.in_proj_qkv.weight", IN_ROWS),
     "attention/key/kernel": ("linear_attn.in_proj_qkv.weight", IN_ROWS),
@@ -65,6 +99,16 @@ OF_LINEAR: Mapping[str, tuple[str, Groups]] = {
 }
 """The same of linear attention. Where several weights are one tensor, its rows are theirs, in the
 order of this table."""
+OF_QWEN3_NEXT: Mapping[str, tuple[str, Groups]] = {
+    "attention/query/kernel": ("linear_attn.in_proj_qkvz.weight", IN_ROWS),
+    "attention/key/kernel": ("linear_attn.in_proj_qkvz.weight", IN_ROWS),
+    "attention/value/kernel": ("linear_attn.in_proj_qkvz.weight", IN_ROWS),
+    "attention/out_gate/kernel": ("linear_attn.in_proj_qkvz.weight", IN_ROWS),
+    "attention/beta/kernel": ("linear_attn.in_proj_ba.weight", TRANSPOSED),
+    "attention/decay/kernel": ("linear_attn.in_proj_ba.weight", TRANSPOSED),
+}
+BY_KEY_HEAD = ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")
+"""Tensors whose rows are grouped by the key heads of linear attention."""
 OF_OLMO: Mapping[str, tuple[str, Groups]] = {
     "attention_norm/scale": ("attention_layer_norm.weight", AS_IT_IS),
     "mlp_norm/scale": ("feedforward_layer_norm.weight", AS_IT_IS),
@@ -89,53 +133,81 @@ AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
 """What has another name in a model that normalises what a block adds, as Gemma does."""
 
 
-def tables(model: GPTConfig) -> Mapping[str, Mapping[str, tuple[str, Groups]]]:
-    """Part of a model -> weight of a layer -> tensor."""
-    of_all = {path: x for path, x in OF_LAYER.items() if not path.startswith("attention/")}
-    is_olmo = model.norms == "after"
-    return {
-        ATTENTION: OF_LAYER if model.norms == "before" else {**OF_LAYER, **AFTER_BLOCKS},
-        LINEAR: of_all | dict(OF_LINEAR) | (dict(OF_OLMO) if is_olmo else {}),
-    }
+def tables(model: GPTConfig, family: str) -> Mapping[str, Mapping[str, tuple[str, Groups]]]:
+    """Part of a model -> weight of a layer -> tensor.
+
+    Args:
+        model: the model.
+        family: its `model_type`, since families have other names for the same.
+    """
+    found = {}
+    for (mixer, feed_forward), part in PARTS.items():
+        of_all = {path: x for path, x in OF_LAYER.items() if not path.startswith("attention/")}
+        table = dict(OF_LAYER) if mixer == "attention" else of_all | dict(OF_LINEAR)
+        if mixer == "attention" and model.norms != "before":
+            table |= AFTER_BLOCKS
+        if mixer == "linear":
+            of_family = {"qwen3_next": OF_QWEN3_NEXT, "olmo_hybrid": OF_OLMO}.get(family, {})
+            # In the order of the family, which is that of the rows of a tensor.
+            table = {x: y for x, y in table.items() if x not in of_family} | dict(of_family)
+        own = {"mixtral": OF_MIXTRAL, "gpt_oss": OF_GPT_OSS}.get(family, OF_EXPERTS)
+        found[part] = table | dict(OF_MLP if feed_forward == "mlp" else own)
+    return found
 
 
-def numbers_of(mixers: Sequence[str], part: str) -> list[int]:
-    """The numbers of the layers of a part."""
-    kind = "linear" if part == LINEAR else "attention"
-    return [number for number, mixer in enumerate(mixers) if mixer == kind]
-
-
-def places(shapes: Mapping[str, tuple[int, ...]], model: GPTConfig) -> Iterator[tuple[str, Place]]:
+def places(
+    shapes: Mapping[str, tuple[int, ...]], model: GPTConfig, family: str
+) -> Iterator[tuple[str, Place]]:
     """The place of every weight of a model.
 
     Args:
         shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
         model: the model.
+        family: its `model_type`.
     """
-    of_parts = tables(model)
-    for path, shape in shapes.items():
+    of_parts = tables(model, family)
+
+    def place(path: str) -> Place:
         part, _, rest = path.partition("/")
-        if part in of_parts:
-            table = of_parts[part]
-            layers = numbers_of(model.layer_mixers, part)
-            name, groups = table[rest]
-            place = Place(
-                tensors=tuple(f"model.layers.{layer}.{name}" for layer in layers),
-                stacked=True,
-                shape=shape[1:],
-                groups=groups,
-            )
-            others = [x for x, (other, _) in table.items() if other == name]
-            beside = [x for x in others if f"{part}/{x}" in shapes]
-            if beside[1:]:
-                # Heads and their channels are the last dimensions of all of them.
-                sizes = [math.prod(shapes[f"{part}/{x}"][-2:]) for x in beside]
-                before = sum(sizes[: beside.index(rest)])
-                place = replace(place, rows=(before, sum(sizes)))
-            yield path, place
-        else:
+        if part not in of_parts:
             name, groups = OF_MODEL[path]
-            yield path, Place(tensors=(name,), stacked=False, shape=shape, groups=groups)
+            return Place(tensors=(name,), stacked=False, shape=shapes[path], groups=groups)
+        name, groups = of_parts[part][rest]
+        names = [
+            f"model.layers.{layer}.{name}"
+            for layer in layers_of(part, model.layer_mixers, model.layer_feed_forwards)
+        ]
+        _, *shape = shapes[path]
+        experts = None
+        if "{}" in name:
+            experts, *shape = shape
+            names = [x.format(expert) for x in names for expert in range(experts)]
+        return Place(
+            tensors=tuple(names),
+            stacked=True,
+            experts=experts,
+            shape=tuple(shape),
+            groups=groups,
+        )
+
+    for path in shapes:
+        found = place(path)
+        part, _, rest = path.partition("/")
+        name = of_parts.get(part, {}).get(rest, ("",))[0]
+        others = [
+            f"{part}/{x}" for x, (other, _) in of_parts.get(part, {}).items() if other == name
+        ]
+        beside = [x for x in others if x in shapes]
+        if beside[1:]:
+            groups = model.linear_sizes["key_heads"] if name in BY_KEY_HEAD else 1
+            share = Share(
+                index=beside.index(path),
+                sizes=tuple(place(x).tensor_shape[0] // groups for x in beside),
+                groups=groups,
+                columns=name in IN_TURNS,
+            )
+            found = replace(found, share=share)
+        yield path, found
 
 
 PREFIX_OF_TEXT = "model.language_model."
