@@ -191,6 +191,70 @@ def qwen3_5_9b_1m() -> GPTTrainConfig:
     )
 
 
+def qwen3_30b_a3b_1m() -> GPTTrainConfig:
+    """Qwen3 30B-A3B (arXiv 2505.09388) with YaRN on a million tokens, on eight H100 80 GB.
+
+    Each token goes to 8 of 128 experts. Command: `python train.py qwen3_30b_a3b_1m --init-from
+    Qwen3-30B-A3B --lora.rank 16 --model.rope.scaling yarn --model.rope.factor 32
+    --model.rope.original-length 32768 --data.path FOLDER`.
+    """
+    config = _million_tokens(
+        "qwen3_30b_a3b_1m",
+        GPTConfig(
+            vocab_size=151_936,
+            width=2048,
+            layers=48,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            mlp_width=768,
+            qk_norm=True,
+            feed_forwards=("experts",),
+            experts=ExpertsConfig(count=128, top_k=8, width=768),
+            rope=RopeConfig(
+                bases=(1_000_000.0,), scaling="yarn", factor=32.0, original_length=32_768
+            ),
+            dtype="bfloat16",
+        ),
+    )
+    # Heads of keys are few: devices exchange them.
+    return replace(config, attention=AttentionConfig())
+
+
+def gpt_oss_20b_128k() -> GPTTrainConfig:
+    """gpt-oss 20B (arXiv 2508.10925) on 128K tokens, for which it is made, on eight H100 80 GB.
+
+    Every other layer has a window of 128 tokens. Command: `python train.py gpt_oss_20b_128k
+    --init-from gpt-oss-20b --data.path FOLDER`.
+    """
+    rope = RopeConfig(
+        bases=(150_000.0,), scaling="yarn", factor=32.0, original_length=4096, truncate=False
+    )
+    model = GPTConfig(
+        vocab_size=201_088,
+        width=2880,
+        layers=24,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        mlp_width=2880,
+        qkv_bias=True,
+        out_bias=True,
+        sinks=True,
+        norm_eps=1e-5,
+        windows=(128, "none"),
+        feed_forwards=("experts",),
+        experts=ExpertsConfig(count=32, top_k=4, width=2880, activation="clamped", biases=True),
+        rope=rope,
+        dtype="bfloat16",
+    )
+    return replace(
+        _long_context("gpt_oss_20b_128k", model),
+        optimizer=OptimizerConfig(learning_rate=1e-5),
+        seq_len=131_072,
+    )
+
+
 def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
     """Common part of the large recipes: one sequence of 512K tokens, and settings that save memory.
 
@@ -235,6 +299,8 @@ _ALL = (
     llama3_8b_1m,
     qwen3_8b_1m,
     qwen3_5_9b_1m,
+    qwen3_30b_a3b_1m,
+    gpt_oss_20b_128k,
 )
 RECIPES = {recipe.__name__: recipe for recipe in _ALL}
 """The recipes by name."""

@@ -464,12 +464,11 @@ class GPTBlock(nnx.Module):
 
             return hooks.tiled(dense)(x), None
 
-        def of_experts(x: Array, chosen: Array, shares: Array) -> Array:
-            return self._normalised(mlp(x, chosen, shares, copy, reduce), self.mlp_out_norm)
-
         x = self._normalised(x, self.mlp_norm)
         route = mlp.route(x, token_weights, hooks.sum_over_tokens)
-        return hooks.tiled(of_experts)(x, route.chosen, route.shares), route
+        # Not in tiles of tokens, of which an expert would have few: it has tiles of its own.
+        out = mlp(x, route.chosen, route.shares, copy, reduce)
+        return self._normalised(out, self.mlp_out_norm), route
 
     def _normalised(self, x: Float[Array, "B T width"], norm: nnx.RMSNorm | None) -> Array:
         return x if norm is None else norm(x).astype(self.dtype)

@@ -540,13 +540,12 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
     used = 0 if sizes.zero in (1, 2) else model.itemsize * weights
     summed = np.where(tile < sizes.tokens, FLOAT32 * weights, 0)
     if model.experts is not None:
-        # The loop over the rows of experts adds up float32 outputs, and gradients of inputs and
-        # weights; of all tokens there are logits and probabilities.
-        of_tile = (3 * FLOAT32 + 2 * model.itemsize) * tile * model.width
-        of_all = 3 * FLOAT32 * sizes.tokens * model.experts.count
-        shared = model.experts.shared_width // sizes.degrees.tensor
-        activations = of_tile + of_all + 6 * tile * shared * model.itemsize
-        summed = summed + FLOAT32 * weights * (not model.lora_rank)
+        # Not in tiles of tokens: a loop over the rows of experts adds up float32 outputs, and
+        # gradients of inputs and weights. There are logits, probabilities and their gradients.
+        stream = (2 * FLOAT32 + 2 * model.itemsize) * model.width
+        shared = 6 * model.experts.shared_width // sizes.degrees.tensor * model.itemsize
+        activations = sizes.tokens * (stream + shared + 3 * FLOAT32 * model.experts.count)
+        summed = FLOAT32 * weights * (not model.lora_rank)
     return activations + used + summed
 
 

@@ -21,8 +21,7 @@ def in_tiles(function: Callable[..., Array], tile: int | None, dtype: Any) -> Ca
 
     Args:
         function: a function of arrays [B T ...] to an array [B T ...] that treats each token by
-            itself; it may be called with tokens of zeros, whose outputs are dropped. Integers have
-            no gradient.
+            itself; it may be called with tokens of zeros, whose outputs are dropped.
         tile: most tokens at a time; None for all at once.
         dtype: type in which `function` uses the matrices that it refers to. The loops over tiles
             have them in this type, so that each matrix is cast once; gradients are added up in the
@@ -56,18 +55,8 @@ def _map_backward(function: Any, dtype: Any, residuals: Any, dout: Array) -> tup
     weights, tiles = residuals
 
     def step(weights: Any, of_tile: Array, *xs: Array) -> tuple[Any, Any]:
-        real = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
-
-        def again(weights: Any, given: Any) -> Array:
-            of_given = iter(given)
-            merged = [next(of_given) if y else x for x, y in zip(xs, real, strict=True)]
-            return function(*merged, *weights)
-
-        given = [x for x, y in zip(xs, real, strict=True) if y]
-        pull = jax.vjp(jax.checkpoint(again, prevent_cse=False), weights, given)[1]
-        dweights, dgiven = pull(of_tile)
-        of_given = iter(dgiven)
-        return dweights, tuple(next(of_given) if y else None for y in real)
+        again = jax.checkpoint(lambda w, xs: function(*xs, *w), prevent_cse=False)
+        return jax.vjp(again, weights, xs)[1](of_tile)
 
     return _added_up(step, weights, (dout, *tiles), dtype, reverse=True)
 

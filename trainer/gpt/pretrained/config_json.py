@@ -501,8 +501,7 @@ def _experts(found: ConfigValues, family: Family, layers: int) -> dict[str, Any]
     read, experts = found.values, family.experts
     assert experts is not None, "the caller has looked"
     sizes: dict[str, Any] = {x: found.number(key) for key, x in family.expert_keys.items()}
-    count = next(key for key in COUNTS if read.get(key) is not None)
-    sizes["count"] = found.number(count)
+    sizes["count"] = found.number(next((x for x in COUNTS if read.get(x) is not None), COUNTS[0]))
     if NORMALISED_SHARES in family.keys:
         sizes["normalised"] = bool(read[NORMALISED_SHARES])
     # transformers adds the loss only if it gives the logits of the router, too.
