@@ -182,7 +182,7 @@ def windows_of(config):
     size, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if types is None:
         types = [
-            SLIDING if config.model_type in ("mistral", "mixtral") else FULL
+            SLIDING if config.model_type in ("mistral", "mixtral", "qwen3_moe") else FULL
         ] * config.num_hidden_layers
     return tuple(size if kind == SLIDING else None for kind in types)
 

@@ -496,6 +496,78 @@ def test_tensors_that_are_not_those_of_the_model_are_named(model, error, changes
         open_it(model, **changes)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_moe"])
+def test_experts_in_one_tensor_are_those_of_a_tensor_for_each(name, tmp_path):
+    """As Qwen3.5 is published: gates above projections up, of all experts."""
+    folder = tmp_path / "fused"
+    shutil.copytree(REFERENCES / name, folder, copy_function=shutil.copyfile)
+    tensors = tensors_of(folder)
+    fused = {key: x for key, x in tensors.items() if ".experts." not in key}
+    for layer in sorted({x.partition(".experts.")[0] for x in tensors if ".experts." in x}):
+        own = {
+            kind: np.stack([tensors[f"{layer}.experts.{e}.{kind}_proj.weight"] for e in range(4)])
+            for kind in ("gate", "up", "down")
+        }
+        fused[f"{layer}.experts.gate_up_proj"] = np.concatenate([own["gate"], own["up"]], axis=1)
+        fused[f"{layer}.experts.down_proj"] = own["down"]
+    save_file(fused, folder / "model.safetensors")
+    one, other = (weights_of(x) for x in (REFERENCES / name, folder))
+    for path, x in one.items():
+        np.testing.assert_array_equal(x, other[path], err_msg=path)
+    del fused[f"{layer}.experts.down_proj"]
+    save_file(fused, folder / "model.safetensors")
+    with refused(InputError, "experts.0.down_proj.weight", "not in the files"):
+        open_it(folder)
+
+
+def weights_of(folder):
+    """The weights of a folder as a run has them, by their paths."""
+    config = make_config(folder)
+    mesh = st.make_mesh(st.Degrees(ring=2), "auto", jax.devices()[:2])
+    shapes = shapes_of(config, mesh, level=3)
+    with open_pretrained(config, shapes) as initial:
+        weights = initial.read(shapes)
+    return {path_name(x): np.asarray(y) for x, y in jax.tree_util.tree_leaves_with_path(weights)}
+
+
+def test_numbers_in_mxfp4_are_unpacked(tmp_path):
+    """Blocks of 32 numbers of 4 bits with an exponent, the lower four bits of a byte first."""
+    values = json.loads((REFERENCES / "gpt_oss" / "config.json").read_text())
+    values |= {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
+    values |= {"layer_types": ["full_attention"], "quantization_config": {"quant_method": "mxfp4"}}
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    rng = np.random.default_rng(0)
+    signs, steps = [1, -1], [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    tensors, expected = {}, {}
+    model = read_description(folder).model
+    for _, place in places(weight_shapes(make_config(folder)), model, "gpt_oss"):
+        (name,) = place.tensors
+        if name.endswith("_proj") and name not in expected:
+            experts, width, outputs = place.whole_shape
+            codes = rng.integers(0, 16, (experts, outputs, width // 32, 16, 2), np.uint8)
+            exponents = rng.integers(120, 132, codes.shape[:3], np.uint8)
+            tensors[f"{name}_blocks"] = codes[..., 0] | codes[..., 1] << 4
+            tensors[f"{name}_scales"] = exponents
+            found = np.zeros((experts, width, outputs), np.float32)
+            for e, o, block, at, half in np.ndindex(codes.shape):
+                code = codes[e, o, block, at, half]
+                number = signs[code >> 3] * steps[code & 7]
+                scale = 2.0 ** (int(exponents[e, o, block]) - 127)
+                found[e, 32 * block + 2 * at + half, o] = number * scale
+            expected[name] = found
+        elif name not in expected:
+            tensors[name] = rng.normal(size=place.whole_shape).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    found = weights_of(folder)
+    gate_up = expected["model.layers.0.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(found["expert_blocks/mlp/expert_gate"][0], gate_up[..., ::2])
+    np.testing.assert_array_equal(found["expert_blocks/mlp/expert_up"][0], gate_up[..., 1::2])
+    down = expected["model.layers.0.mlp.experts.down_proj"]
+    np.testing.assert_array_equal(found["expert_blocks/mlp/expert_down"][0], down)
+
+
 def test_tied_head_is_left_out_or_is_the_embedding(model):
     change_tensors(model, **{HEAD: tensors_of(model)["model.embed_tokens.weight"]})
     open_it(model, tied_head=True)

@@ -178,6 +178,8 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     layers, heads, width = read.num_hidden_layers, read.num_attention_heads, read.hidden_size
     default = None if "head_dim" in given else width // heads
     head_dim = found.number("head_dim", default=default)
+    if kind == "olmoe" and heads * head_dim != width:  # Of which it takes the norm of a query.
+        raise found.wrong("head_dim", f"{width} / {heads}", head_dim)
     windows = _windows(found, kind)
     length = read.max_position_embeddings
     if family.local_rope:
@@ -430,6 +432,8 @@ def _read_rope(
         return RopeConfig(bases=(base,))
     # Of the two places, transformers prefers the outer one.
     length = found.values["max_position_embeddings"]
+    if name == "yarn" and values.get(OUTER_LENGTH, length) is None:
+        raise found.wrong(OUTER_LENGTH, "a whole number", None)
     inner = rope.number(OUTER_LENGTH, default=length)
     original = ConfigValues(values, found.name).number(OUTER_LENGTH, default=inner)
     if name == "yarn" and given.get("factor") is None and 0 < original < length:

@@ -145,7 +145,7 @@ FAMILIES = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         keys=("sliding_window", *COUNTS, *OF_MIXTRAL, *LOSSES),
-        only=SILU | {"router_jitter_noise": (0.0, None)},
+        only=SILU | {"router_jitter_noise": (0.0,)},
         windows="all_or_none",
         experts=ExpertsConfig(),
         expert_keys=OF_MIXTRAL,
@@ -170,8 +170,7 @@ FAMILIES = {
             *(*LAYERS, *COUNTS, *OF_MIXTRAL, *LOSSES),
             *("experts_per_token", "initial_context_length"),
         ),
-        only=SILU
-        | {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None), "attention_bias": (True,)},
+        only=SILU | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,), "attention_bias": (True,)},
         options={"qkv_bias": True, "out_bias": True, "sinks": True},
         experts=ExpertsConfig(activation="clamped", biases=True),
         expert_keys=OF_MIXTRAL,
