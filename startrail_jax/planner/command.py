@@ -15,7 +15,8 @@ from startrail_jax.planner.search import Prediction
 
 _RECIPES = {
     **{name: name for name in ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b", "wan_1_3b", "wan_14b")},
-    **{"qwen3_8b": "qwen3_8b_1m", "qwen3_5_9b": "qwen3_5_9b_1m"},
+    **{x: f"{x}_1m" for x in ("qwen3_8b", "qwen3_30b_a3b", "qwen3_5_9b")},
+    "gpt_oss_20b": "gpt_oss_20b_128k",
 }
 """Models of `MODELS` -> recipes of `train.py`."""
 _OWN = "YOUR_RECIPE"

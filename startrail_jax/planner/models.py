@@ -513,7 +513,8 @@ _WAN: dict[str, Any] = DIT | {
 # StarTrail, https://arxiv.org/abs/2407.00611, table 2, as in configs/; Llama 3,
 # https://arxiv.org/abs/2407.21783, table 3; Wan,
 # https://arxiv.org/abs/2503.20314; Qwen3, https://arxiv.org/abs/2505.09388, and the
-# config.json of Qwen/Qwen3-8B and Qwen/Qwen3.5-9B.
+# config.json of Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B and Qwen/Qwen3.5-9B; gpt-oss,
+# https://arxiv.org/abs/2508.10925.
 _GIVEN = (
     _named(
         "gpt_3b", 4096, 16, 32, 32, 128, 16_384, 50_304, mlp_matrices=2, tied_head=True, **_PAPER,
@@ -528,6 +529,14 @@ _GIVEN = (
     _named("llama3_8b", 4096, 32, 32, 8, 128, 14_336, 128_256),
     _named("llama3_70b", 8192, 80, 64, 8, 128, 28_672, 128_256),
     _named("qwen3_8b", 4096, 36, 32, 8, 128, 12_288, 151_936, qk_norm=True),
+    _named(
+        "qwen3_30b_a3b", 2048, 48, 32, 4, 128, 768, 151_936, qk_norm=True,
+        feed_forwards=("experts",), experts=MoESizes(count=128, top_k=8, width=768),
+    ),
+    _named(
+        "gpt_oss_20b", 2880, 24, 64, 8, 64, 2880, 201_088, windows=(128, None),
+        feed_forwards=("experts",), experts=MoESizes(count=32, top_k=4, width=2880, biases=True),
+    ),
     _named(
         "qwen3_5_9b", 4096, 32, 16, 4, 256, 12_288, 248_320, qk_norm=True, attention_gate=True,
         mixers=("linear", "linear", "linear", "attention"),

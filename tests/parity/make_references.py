@@ -142,7 +142,7 @@ CASES = {
         OF_STATES
         | OF_EXPERTS
         | dict(
-            shared_expert_intermediate_size=10,
+            shared_expert_intermediate_size=12,
             norm_topk_prob=False,
             rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
         ),
@@ -153,7 +153,7 @@ CASES = {
         OF_STATES
         | OF_EXPERTS
         | dict(
-            shared_expert_intermediate_size=10,
+            shared_expert_intermediate_size=12,
             rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
         ),
         "float32",

@@ -138,6 +138,8 @@ def test_gradients_of_the_compiled_step_are_exact(name):
         ("gpt_3b", 3_427_405_824),
         ("gpt_7b", 6_738_415_616),
         ("llama3_8b", 8_030_261_248),
+        ("qwen3_30b_a3b_1m", 30_532_122_624),
+        ("gpt_oss_20b_128k", 20_914_757_184),
         ("qwen3_8b_1m", 8_190_735_360),
         ("dit_1b", pytest.approx(1.0e9, rel=0.05)),
         ("wan_1_3b", 1_418_996_800),

@@ -198,3 +198,27 @@ def test_sizes_of_the_planner_are_those_of_the_weights():
 def test_a_model_has_a_layer_with_attention(mixers):
     with refused(InputError, "model.mixers must"):
         GPTConfig(**HYBRID | {"mixers": mixers})
+
+
+@pytest.mark.parametrize(
+    ("experts", "others", "words"),
+    [
+        (dict(top_k=7), {}, "top_k=7, count=6"),
+        (dict(count=0), {}, "model.experts.count"),
+        (dict(shared_width=0), {}, "model.experts.shared_gate needs a shared expert"),
+        (dict(balance_loss=-1.0), {}, "balance_loss=-1.0"),
+        ({}, dict(feed_forwards=("mlp",)), "model.experts.count needs layers of experts"),
+        ({}, dict(feed_forwards=("mlp",) * 9), "model.feed_forwards must have no more entries"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(experts, others, words):
+    with refused(InputError, words):
+        experts = dataclasses.replace(HYBRID["experts"], **experts)
+        GPTConfig(**HYBRID | {"experts": experts} | others)
+
+
+def test_adapters_need_a_projection_of_all_tokens():
+    experts = ExpertsConfig(count=4)
+    model = GPTConfig(**SMALL, feed_forwards=("experts",), experts=experts)
+    with refused(InputError, "lora.targets must name projections of the model; got up"):
+        dataclasses.replace(CONFIG, model=model, lora=LoraConfig(rank=2, targets=("query", "up")))

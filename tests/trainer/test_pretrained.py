@@ -1129,3 +1129,31 @@ def test_hybrids_that_are_no_family_are_not_exported():
     same = dataclasses.replace(model, rope=dataclasses.replace(model.rope, bases=(7.0, 100.0)))
     assert family_of(same) == "qwen3_5_text"
     assert plain(same) == plain(model)
+
+
+EXPERTS = {
+    **{name: name for name in ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen3_next")},
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_config_of_experts_is_told_again(name):
+    model = make_config(REFERENCES / name).model
+    assert family_of(model) == EXPERTS[name]
+    values = to_values(model, length=32, dtype="float32")
+    assert plain(describe(values, "again").model) == plain(model)
+    for change in (
+        dict(scores="sigmoid"),
+        dict(biases=not model.experts.biases),
+        dict(shared_width=0, shared_gate=False)
+        if model.experts.shared_width
+        else dict(shared_width=3),
+    ):
+        other = dataclasses.replace(model, experts=dataclasses.replace(model.experts, **change))
+        with refused(UnsupportedError, "which none of them has together"):
+            family_of(other)
+    # A loss that balances experts changes no logits; transformers adds it if it is asked for.
+    balanced = dataclasses.replace(model.experts, balance_loss=0.25, z_loss=0.5)
+    values = to_values(dataclasses.replace(model, experts=balanced), length=32, dtype="float32")
+    assert describe(values, "again").model.experts.balance_loss == 0.25

@@ -578,6 +578,8 @@ class GPTTrainConfig(TrainConfig):
         lacking = {"gate"} if self.model.mlp == "gelu" else set()
         if "linear" not in self.model.layer_mixers:
             lacking |= {"out_gate", "decay", "beta"}
+        if "mlp" not in self.model.layer_feed_forwards and not self.model.experts.shared_width:
+            lacking |= {"gate", "up", "down"}
         absent = [x for x in self.lora.targets if x in lacking]
         if self.lora.rank is not None and absent:
             raise InputError(
