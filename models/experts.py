@@ -6,9 +6,9 @@ most (experts) * (rows of a tile - 1) rows are computed for nothing.
 
 References:
     Switch Transformers, https://arxiv.org/abs/2101.03961, equations (4) to (6) for the balancing
-    loss; ST-MoE, https://arxiv.org/abs/2202.08906, equation (5) for the z-loss; balance over all
-    tokens of a batch, https://arxiv.org/abs/2501.11873; the clamped activation of gpt-oss,
-    https://arxiv.org/abs/2508.10925.
+    loss, over all tokens of a batch, https://arxiv.org/abs/2501.11873; balance without a loss,
+    https://arxiv.org/abs/2408.15664; ST-MoE, https://arxiv.org/abs/2202.08906, equation (5) for the
+    z-loss; the clamped activation of gpt-oss, https://arxiv.org/abs/2508.10925.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ class ExpertSizes:
     """Factor of the balancing loss."""
     z_loss: float = 0.0
     """Factor of the mean square of the log-sum-exp of the logits."""
+    balanced_by_bias: bool = False
+    """Whether a bias of each expert, whose gradient is its load over the mean, is added to the
+    scores by which experts are chosen, and to no share."""
 
 
 class Experts(nnx.Module):
@@ -105,6 +108,7 @@ class Experts(nnx.Module):
         self.expert_up = weight(made, width, hidden)
         self.expert_down = weight(down, hidden, width)
         zeros = functools.partial(weight, nnx.initializers.zeros)
+        self.choice_bias = nnx.Param(jnp.zeros(count)) if sizes.balanced_by_bias else None
         self.router_bias = nnx.Param(jnp.zeros(count)) if sizes.biases else None
         self.expert_gate_bias = zeros(hidden) if sizes.biases else None
         self.expert_up_bias = zeros(hidden) if sizes.biases else None
@@ -135,7 +139,8 @@ class Experts(nnx.Module):
         scores = (
             jax.nn.softmax(logits) if self.sizes.scores == "softmax" else jax.nn.sigmoid(logits)
         )
-        chosen = lax.top_k(logits, self.sizes.top_k)[1]
+        order = logits if self.choice_bias is None else scores + self.choice_bias[...][None, None]
+        chosen = lax.top_k(order, self.sizes.top_k)[1]
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.sizes.normalised:
             shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
@@ -149,6 +154,10 @@ class Experts(nnx.Module):
         auxiliary = self.sizes.balance_loss * self.sizes.count * (probabilities @ load)
         if self.sizes.z_loss:
             auxiliary += self.sizes.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
+        if self.choice_bias is not None:
+            # Adds 0 to the loss, and to the gradient of a bias how much its expert has too much.
+            bias = self.choice_bias[...] - lax.stop_gradient(self.choice_bias[...])
+            auxiliary += bias @ (load - jnp.mean(load))
         return Route(chosen, shares, auxiliary, jnp.max(load) * self.sizes.count / self.sizes.top_k)
 
     def __call__(

@@ -64,6 +64,8 @@ class MoESizes:
     """Whether a gate multiplies the output of that expert."""
     biases: bool = False
     """Whether router and experts have biases."""
+    choice_bias: bool = False
+    """Whether biases balance the experts."""
 
 
 _FEED_FORWARD = ("gate", "up", "down", "expert_gate", "expert_up", "expert_down")
@@ -362,6 +364,7 @@ class ModelSizes:
             gates = {x: (inputs, experts.width) for x in ("expert_gate", "expert_up")}
             projections |= gates | {"expert_down": (inputs, experts.width)}
             others += inputs + experts.shared_gate * width
+            others += experts.choice_bias * experts.count
             others += experts.biases * (experts.count * (1 + 2 * experts.width + width))
             # A matrix of the experts of a token. The router is float32, and whole on all devices.
             one = experts.top_k * width * experts.width

@@ -168,3 +168,28 @@ def test_gradients_of_weights_in_bfloat16_are_float32_sums():
 def test_rows_of_a_tile_suit_the_mean_expert():
     rows = functools.partial(tile_rows, experts=128)
     assert [rows(x) for x in (1, 131_072, 262_144, 1 << 20, 1 << 24)] == [8, 128, 256, 512, 512]
+
+
+def test_a_bias_counts_in_the_choice_alone_and_learns_from_the_load():
+    layer = make_layer(balanced_by_bias=True, balance_loss=0.5)
+    graph, weights = nnx.split(layer)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(1, 40, 8)), jnp.float32)
+    plain = layer.route(x, None, same)
+    other = make_layer(balanced_by_bias=True)
+    other.choice_bias.set_value(jnp.asarray([9.0, 0, 0, 0, 0, -9.0]))
+    moved = other.route(x, None, same)
+    assert (moved.chosen == 0).any(-1).all()
+    assert not (moved.chosen == 5).any()
+    logits = np.asarray(x[0] @ layer.router[...], np.float64)
+    scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    shares = np.take_along_axis(scores, np.asarray(moved.chosen[0]), -1)
+    shares /= shares.sum(-1, keepdims=True)
+    np.testing.assert_allclose(moved.shares[0], shares, rtol=1e-5)
+
+    def loss(weights):
+        return jnp.mean(nnx.merge(graph, weights).route(x, None, same).auxiliary)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    assert value == pytest.approx(float(jnp.mean(plain.auxiliary)), rel=1e-6)
+    counts = np.bincount(np.asarray(plain.chosen).ravel(), minlength=6) / 40
+    np.testing.assert_allclose(gradients["choice_bias"][...], counts - 2 / 6, rtol=0, atol=1e-6)

@@ -40,7 +40,7 @@ HYBRID = SMALL | dict(
     feed_forwards=("mlp", "experts", "experts"),
     experts=ExpertsConfig(
         **dict(count=6, top_k=2, width=8, shared_width=12, shared_gate=True, biases=True),
-        **dict(balance_loss=0.1, z_loss=0.01),
+        **dict(balance_loss=0.1, balance_rate=0.01, z_loss=0.01),
     ),
     # The first tokens have small outputs, and the norm of these makes rounding errors grow.
     linear=LinearConfig(heads=4, key_heads=2, key_dim=8, value_dim=12, norm_eps=1e-3),

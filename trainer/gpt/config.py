@@ -167,6 +167,10 @@ class ExpertsConfig:
     their tokens, as a share of all, times their mean probability (Switch Transformers,
     https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch, or of a part with
     gradient accumulation, that the loss counts."""
+    balance_rate: float = 0.0
+    """How far each step moves a bias of every expert, up if the expert has fewer tokens than the
+    mean, and down if it has more. The bias counts in the choice of experts alone, and balances them
+    without a loss (https://arxiv.org/abs/2408.15664, with 0.001); 0 for none."""
     z_loss: float = 0.0
     """Factor of the mean square of the log-sum-exp of the router's logits (ST-MoE,
     https://arxiv.org/abs/2202.08906)."""
@@ -185,7 +189,7 @@ class ExpertsConfig:
                 "model.experts.shared_gate needs a shared expert; got shared_width=0. Give "
                 "--model.experts.shared-width, or leave it out."
             )
-        for name in ("balance_loss", "z_loss"):
+        for name in ("balance_loss", "balance_rate", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(
                     f"model.experts.{name} must be at least 0 and finite; got "
@@ -378,7 +382,9 @@ class GPTConfig:
     @property
     def expert_sizes(self) -> dict[str, Any]:
         """The sizes of layers of experts: the fields of `models.ExpertSizes`."""
-        return vars(self.experts) | {"width": self.experts.width or self.mlp_width}
+        sizes = vars(self.experts) | {"width": self.experts.width or self.mlp_width}
+        sizes["balanced_by_bias"] = sizes.pop("balance_rate") > 0
+        return sizes
 
     @property
     def linear_sizes(self) -> dict[str, Any]:

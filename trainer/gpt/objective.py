@@ -25,6 +25,7 @@ from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.objective import Objective, common_sizes
+from trainer.parallel.partition import path_name
 
 
 class NextToken(Objective):
@@ -53,6 +54,7 @@ class NextToken(Objective):
         if "experts" in model.layer_feed_forwards:
             names = ("count", "top_k", "width", "shared_width", "shared_gate", "biases")
             sizes = {name: model.expert_sizes[name] for name in names}
+            sizes["choice_bias"] = model.experts.balance_rate > 0
             experts = {"feed_forwards": model.feed_forwards, "experts": MoESizes(**sizes)}
         return ModelSizes(
             **common_sizes(config),
@@ -85,6 +87,13 @@ class NextToken(Objective):
         segment_ids: Any = batch.segment_ids
         return model.hidden(tokens, positions, segment_ids)
 
+    def make_optimizer(self, default: optax.GradientTransformation) -> optax.GradientTransformation:
+        rate = self._config.model.experts.balance_rate
+        if not rate:
+            return default
+        steps = optax.chain(optax.scale_by_sign(), optax.scale(-rate))
+        return optax.partition({"default": default, "balance": steps}, _balanced)
+
     @property
     def metric_names(self) -> tuple[str, ...]:
         has_experts = "experts" in self._config.model.layer_feed_forwards
@@ -107,6 +116,13 @@ class NextToken(Objective):
     ) -> Float32[Array, "B T"]:
         logits = model.logits(hidden)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+
+def _balanced(weights: Any) -> Any:
+    """Which weights are moved to balance experts."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "balance" if "choice_bias" in path_name(path) else "default", weights
+    )
 
 
 def make_gpt(

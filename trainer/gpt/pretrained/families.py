@@ -303,6 +303,7 @@ def _fits_experts(model: GPTConfig, family: Family) -> bool:
     same = ("activation", "biases", "shared_gate", "scores")
     return (
         all(getattr(given, name) == getattr(wanted, name) for name in same)
+        and not given.balance_rate
         and (given.shared_width > 0) == ("shared_width" in family.expert_keys.values())
         and (given.normalised or NORMALISED_SHARES in family.keys)
         and ("mlp" not in model.layer_feed_forwards or DENSE[0] in family.keys)
