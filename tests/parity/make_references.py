@@ -10,6 +10,7 @@ transformers loads what is exported of them.
 """
 
 import argparse
+import copy
 import sys
 import tempfile
 from pathlib import Path
@@ -115,6 +116,13 @@ CASES = {
         ),
         "float32",
     ),
+    "olmo2": ("Olmo2", dict(rope_parameters=ROPE_YARN), "float32"),
+    # Without rotary positions, and with norms over all heads, of which devices may have a half.
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        OF_STATES | dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
+        "float32",
+    ),
     # A dense layer among those of experts.
     "qwen3_moe": (
         "Qwen3Moe",
@@ -164,13 +172,6 @@ CASES = {
         dict(num_experts=4, num_experts_per_tok=3, intermediate_size=12, head_dim=4),
         "float32",
     ),
-    "olmo2": ("Olmo2", dict(rope_parameters=ROPE_YARN), "float32"),
-    # Without rotary positions, and with norms over all heads, of which devices may have a half.
-    "olmo_hybrid": (
-        "OlmoHybrid",
-        OF_STATES | dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
-        "float32",
-    ),
 }
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 CONFIGS |= {x: f"{x}TextConfig" for x in ("Qwen3_5", "Qwen3_5Moe")}
@@ -205,24 +206,26 @@ def save_checkpoint(model, dtype, folder, **options):
 
 
 def load(kind, folder, dtype):
-    return kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    eager = dict(attn_implementation="eager", experts_implementation="eager")
+    return kind.from_pretrained(folder, dtype=dtype, **eager)
 
 
 def compute(model, seed):
-    """Tokens, logits, loss and all gradients, in float32."""
+    """Tokens, logits, loss and all gradients, computed in float64."""
+    model = copy.deepcopy(model).double()
     generator = np.random.default_rng(seed)
     tokens = generator.integers(0, SIZES["vocab_size"], (2, LENGTH + 1))
     ids = torch.tensor(tokens)
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
-    gradients = {name: x.grad.numpy() for name, x in model.named_parameters()}
+    gradients = {name: x.grad.numpy().astype("f4") for name, x in model.named_parameters()}
     if model.config.model_type == "olmo_hybrid":
         gradients = as_in_files(gradients, model.config)
     if model.config.model_type != "gpt_oss":
         gradients = by_expert(gradients, model.config.model_type)
     return {
         "tokens": tokens.astype(np.int32),
-        "logits": out.logits[:, :-1].detach().numpy(),
+        "logits": out.logits[:, :-1].detach().numpy().astype("f4"),
         "loss": np.float32(out.loss.item()),
         **{f"gradient {name}": x for name, x in gradients.items()},
     }
