@@ -61,7 +61,7 @@ def compute(folder, tokens, scheme):
         return program.gradients(weights, batch), program.outputs(weights, batch)
 
     compiled = jax.jit(run).lower(weights, batch).compile(options(program))
-    ((loss, _), gradients), logits = compiled(weights, batch)
+    (loss, gradients), logits = compiled(weights, batch)
     found = {"loss": np.asarray(loss), "logits": layout.unpermute(np.asarray(logits))}
     arrays = {
         path_name(path): np.asarray(gradient)

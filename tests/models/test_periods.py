@@ -14,7 +14,7 @@ ROPE = Rope(head_dim=4)
 
 def loops(windows, layers, ropes=(ROPE,), mixers=("attention",)):
     """First layer, layers of a group, and groups, of each loop."""
-    found = stretches(kinds_of_layers(mixers, windows, ropes, layers))
+    found = stretches(kinds_of_layers(mixers, ("mlp",), windows, ropes, layers))
     return [(sum(loop.first.values()), len(loop.kinds), loop.groups) for loop in found]
 
 
@@ -52,7 +52,7 @@ def test_linear_attention_has_neither_window_nor_rotary_positions():
 def test_every_layer_gets_its_kind_and_its_own_weights():
     windows, layers = (1, 2, 2, None), 11
     for mixers in (("attention",), ("linear", "attention", "attention")):
-        kinds = kinds_of_layers(mixers, windows, (ROPE, None), layers)
+        kinds = kinds_of_layers(mixers, ("mlp",), windows, (ROPE, None), layers)
         of_part = {
             part: np.array([i for i, kind in enumerate(kinds) if kind.part == part])
             for part in ("blocks", "linear_blocks")

@@ -28,6 +28,7 @@ from trainer.gpt.config import RopeConfig
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config, peft_tensors
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
+from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.pretrained.tensors import places
@@ -257,11 +258,11 @@ def test_adapters_of_a_model_that_flags_changed_are_not_exported_without_it(run,
     half = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
     moved = dataclasses.replace(half, init_from=Path("models/mine"))
     base, notes = config.model, []
-    assert peft_config(half, base, note=notes.append)["base_model_name_or_path"] == str(
+    assert peft_config(half, base, "llama", note=notes.append)["base_model_name_or_path"] == str(
         config.init_from
     )
     assert notes == []
-    described = peft_config(moved, base, note=notes.append)
+    described = peft_config(moved, base, "llama", note=notes.append)
     assert described["base_model_name_or_path"] == "models/mine"
     assert notes[0].startswith("the adapters name 'models/mine' as their model, which is no folder")
 
@@ -313,12 +314,15 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         ("qwen3_5", ("key", "out_gate")),
         ("qwen3_5", ("value", "query", "beta")),
         ("olmo_hybrid", EVERY),
+        ("qwen3_next", EVERY),
+        ("qwen3_next", ("key", "out_gate", "decay")),
     ],
 )
 def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_path):
     """Three projections of a Qwen3.5 are rows of one tensor, with one adapter."""
     lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
     config = pretrained.make_config(pretrained.REFERENCES / family, lora=lora)
+    kind = read_description(pretrained.REFERENCES / family).family
     shapes = make_program(config, st.Degrees()).state_shapes.model
     rng = np.random.default_rng(0)
     arrays = {
@@ -327,18 +331,20 @@ def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_pat
     }
     for name, of_base in (("base", LoraConfig(rank=1, alpha=1e-30)), ("merged", lora)):
         (tmp_path / name).mkdir()
-        of_model, folder = functools.partial(places, model=config.model), tmp_path / name
+        of_model = functools.partial(places, model=config.model, family=kind)
+        folder = tmp_path / name
         write_merged(arrays, of_model, of_base, folder, lambda _: np.float32, shard_bytes=10**9)
     base, merged = (load_file(tmp_path / x / "model.safetensors") for x in ("base", "merged"))
-    tensors = peft_tensors(arrays, np.float32, config.model)
-    described = peft_config(config, None, note=print)
+    tensors = peft_tensors(arrays, np.float32, config.model, kind)
+    described = peft_config(config, None, kind, note=print)
     seen = set()
     for name in base:
         key = "base_model.model." + name.removesuffix("weight")
         module = name.split(".")[-2]
         if f"{key}lora_A.weight" not in tensors:
             np.testing.assert_array_equal(base[name], merged[name], err_msg=name)
-            assert module not in described["target_modules"]
+            # In transformers, experts are no modules of such names.
+            assert ".experts." in name or module not in described["target_modules"]
             continue
         a, b = tensors[f"{key}lora_A.weight"], tensors[f"{key}lora_B.weight"]
         assert len(a) == described["rank_pattern"].get(module, 2) == b.shape[1]

@@ -17,10 +17,11 @@ from models.periods import layers_of
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.gpt.pretrained.families import without_losses
-from trainer.gpt.pretrained.tensors import tables
+from trainer.gpt.pretrained.tensors import BY_KEY_HEAD, tables
 from trainer.parallel.partition import ADAPTERS
 from trainer.run.settings import settings_of
 from trainer.weights.adapters import KERNEL, as_matrix
+from trainer.weights.places import Share
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -132,7 +133,8 @@ def peft_tensors(
                 own = [
                     None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
                 ]
-                both = _joined(own, _outputs(model, rows))
+                groups = model.linear_sizes["key_heads"] if name in BY_KEY_HEAD else 1
+                both = _joined(own, _outputs(model, rows), groups)
                 for letter, matrix in zip("AB", both, strict=True):
                     key = name.removesuffix("weight") + f"lora_{letter}.weight"
                     tensor = matrix.T.astype(dtype)
@@ -144,10 +146,13 @@ def _outputs(model: GPTConfig, rows: Sequence[str]) -> list[int]:
     """The outputs of the projections whose weights are rows of one tensor."""
     sizes = model.linear_sizes
     keys, values = sizes["key_heads"] * sizes["key_dim"], sizes["heads"] * sizes["value_dim"]
-    return [values if path.endswith("value") else keys for path in rows]
+    found = {"query": keys, "key": keys, "value": values, "out_gate": values}
+    return [found.get(path.rpartition("/")[2], sizes["heads"]) for path in rows]
 
 
-def _joined(pairs: Sequence[Any], outputs: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _joined(
+    pairs: Sequence[Any], outputs: Sequence[int], groups: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The matrices [inputs, rank] and [rank, outputs] of one layer, of those of all its rows.
 
     A projection without adapters has None; what is added to it is 0.
@@ -165,4 +170,6 @@ def _joined(pairs: Sequence[Any], outputs: Sequence[int]) -> tuple[np.ndarray, n
             b = next(blocks)[1]
             whole[first : first + len(b), start : start + size] = b
             first += len(b)
-    return np.concatenate([a for a, _ in matrices], axis=1), whole
+    share = Share(index=0, sizes=tuple(size // groups for size in outputs), groups=groups)
+    rows = share.joined(np.split(whole.T, np.cumsum(outputs)[:-1]))
+    return np.concatenate([a for a, _ in matrices], axis=1), rows.T

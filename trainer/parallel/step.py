@@ -197,7 +197,7 @@ class Program:
 
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         config = self.config
-        (loss, others), gradients = self.gradients(state.model, batch)
+        (loss, others), gradients = self._metrics_and_gradients(state.model, batch)
         norm = optax.tree.norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
@@ -212,16 +212,20 @@ class Program:
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state.changing)
         return kept._replace(frozen=state.frozen), metrics
 
-    def gradients(
-        self, weights: Any, batch: Any
-    ) -> tuple[tuple[Float32[Array, ""], dict[str, Array]], Any]:
-        """The mean loss of a batch with other metrics, and its float32 gradients, sharded as the
-        weights.
+    def gradients(self, weights: Any, batch: Any) -> tuple[Float32[Array, ""], Any]:
+        """The mean loss of a batch, and its float32 gradients, sharded as the weights.
 
         Args:
             weights: all of the model. Only those that are trained have gradients.
             batch: a batch of rows, or of the parts of whole documents.
         """
+        (loss, _), gradients = self._metrics_and_gradients(weights, batch)
+        return loss, gradients
+
+    def _metrics_and_gradients(
+        self, weights: Any, batch: Any
+    ) -> tuple[tuple[Float32[Array, ""], dict[str, Array]], Any]:
+        """`gradients`, with other metrics beside the loss."""
         out_specs = ((PartitionSpec(), PartitionSpec()), self._model.trained_specs)
         if not isinstance(batch, PartBatch):
             batch = self._prepare(batch, training=True)
