@@ -123,6 +123,27 @@ CASES = {
         OF_STATES | dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
         "float32",
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        OF_STATES
+        | OF_EXPERTS
+        | dict(
+            shared_expert_intermediate_size=12,
+            norm_topk_prob=False,
+            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+        ),
+        "float32",
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        OF_STATES
+        | OF_EXPERTS
+        | dict(
+            shared_expert_intermediate_size=12,
+            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+        ),
+        "float32",
+    ),
     # A dense layer among those of experts.
     "qwen3_moe": (
         "Qwen3Moe",
@@ -142,27 +163,6 @@ CASES = {
             intermediate_size=12,
             sliding_window=5,
             rope_parameters=ROPE_YARN | dict(truncate=False),
-        ),
-        "float32",
-    ),
-    "qwen3_next": (
-        "Qwen3Next",
-        OF_STATES
-        | OF_EXPERTS
-        | dict(
-            shared_expert_intermediate_size=12,
-            norm_topk_prob=False,
-            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
-        ),
-        "float32",
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        OF_STATES
-        | OF_EXPERTS
-        | dict(
-            shared_expert_intermediate_size=12,
-            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
         ),
         "float32",
     ),
