@@ -81,6 +81,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> None:
         self.sizes, self.dtype = sizes, jnp.dtype(dtype)
         self.linear_attention = linear_attention
+        self.out_bias: nnx.Param | None = None
+        """A bias of what the layer adds to the stream; none."""
         keys, values = (sizes.key_heads, sizes.key_dim), (sizes.heads, sizes.value_dim)
         self.query, self.key, self.value, self.out_gate, self.decay, self.beta = (
             linear(width, outputs, dtype=dtype, rngs=rngs)

@@ -37,14 +37,14 @@ from models.layers import (
     MakeNorm,
     NormOverHeads,
     Norms,
+    biased,
     make_norm,
     projected,
 )
 from models.linear import linear, project_to_rows
 from models.periods import (
-    EXPERTS,
-    LINEAR_EXPERTS,
     MIXERS,
+    PARTS,
     Kind,
     Stretch,
     kinds_of_layers,
@@ -67,7 +67,7 @@ class Added(NamedTuple):
     """The mean over layers of `Route.busiest`."""
 
 
-_OF_EXPERTS = (EXPERTS, LINEAR_EXPERTS)
+_OF_EXPERTS = [part for (_, feed_forward), part in PARTS.items() if feed_forward == "experts"]
 
 
 class GPT(nnx.Module):
@@ -444,10 +444,8 @@ class GPTBlock(nnx.Module):
 
         normalised = copy(self._normalised(x, self.attention_norm))
         out, kv_cache = self.attention(normalised, rotation, window, attend)
-        out = reduce(out)
-        if (bias := getattr(self.attention, "out_bias", None)) is not None:
-            out = (out.astype(jnp.float32) + bias[...][None, None]).astype(out.dtype)
-        x = x + self._normalised(projected(out), self.attention_out_norm)
+        out = projected(biased(reduce(out), self.attention.out_bias))
+        x = x + self._normalised(out, self.attention_out_norm)
         out, route = self._feed_forward(x, token_weights)
         return x + out, kv_cache, route
 

@@ -17,11 +17,12 @@ import jax
 from models.rope import Rope
 from startrail_jax.planner.layers import loops_of
 
-ATTENTION, LINEAR = "blocks", "linear_blocks"
-EXPERTS, LINEAR_EXPERTS = "expert_blocks", "linear_expert_blocks"
+ATTENTION = "blocks"
 PARTS = {
-    **{("attention", "mlp"): ATTENTION, ("linear", "mlp"): LINEAR},
-    **{("attention", "experts"): EXPERTS, ("linear", "experts"): LINEAR_EXPERTS},
+    ("attention", "mlp"): ATTENTION,
+    ("linear", "mlp"): "linear_blocks",
+    ("attention", "experts"): "expert_blocks",
+    ("linear", "experts"): "linear_expert_blocks",
 }
 """What a layer mixes tokens with, and its feed-forward -> the part of a model that holds the
 stacked weights of such layers."""

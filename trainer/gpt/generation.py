@@ -10,7 +10,6 @@ tokens that are drawn depend on seed, row and position, and not on the mesh.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -25,7 +24,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from models.gated_delta import RULE
 from models.gpt import GPT
-from models.periods import MIXERS, PARTS
+from models.periods import MIXERS, layers_of
 from startrail_jax.attention import Attention
 from startrail_jax.errors import InputError
 from startrail_jax.linear.attention import LinearAttention
@@ -348,8 +347,6 @@ class Generator:
         heads = config.kv_heads // degrees.tensor
         if config.kv_heads % degrees.tensor:
             heads = degrees.head // self.attention.key_copies(config.kv_heads)
-        pairs = zip(config.layer_mixers, config.layer_feed_forwards, strict=True)
-        layers = Counter(map(PARTS.__getitem__, pairs))
         keys = (rows, slots, heads, config.head_dim), config.dtype
         sizes = config.linear_sizes
         states = sizes["heads"] // degrees.tensor
@@ -363,7 +360,8 @@ class Generator:
         shapes = self._by_part((keys, keys), of_linear)
 
         def empty(part: str, shape: tuple[int, ...], dtype: Any) -> Array:
-            return self._varying(jnp.zeros((layers[part], *shape), dtype))
+            layers = layers_of(part, config.layer_mixers, config.layer_feed_forwards)
+            return self._varying(jnp.zeros((len(layers), *shape), dtype))
 
         return {part: tuple(empty(part, *x) for x in shapes[part]) for part in self._parts}
 

@@ -96,18 +96,6 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a program trains in a folder; True where the file system has no locks."""
-    try:
-        with (folder / LOCK_FILE).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        return error.errno in durable.NO_LOCKS
-    return False
-
-
 def require_writable(folder: Path) -> None:
     """Makes a folder if it does not exist, and writes to it.
 

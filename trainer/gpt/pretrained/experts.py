@@ -12,7 +12,6 @@ from jaxtyping import Shaped
 
 from trainer.weights.files import Tensors
 
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _OWN = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the tensors of numbers in the format MXFP4, and of the exponents of their blocks."""

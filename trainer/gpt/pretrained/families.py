@@ -91,6 +91,30 @@ NEGATIVE = "linear_allow_neg_eigval"
 LAYERS = ("sliding_window", "layer_types")
 CHOICE = (*LAYERS, "use_sliding_window", "max_window_layers")
 CAPS = ("query_pre_attn_scalar", "final_logit_softcapping")
+OF_HYBRID = ("layer_types", "full_attention_interval", "partial_rotary_factor", *OF_LINEAR)
+PREDICTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+"""Keys of how heads that predict more tokens are made, and of the type of states elsewhere."""
+QWEN3_5 = Family(
+    architecture="Qwen3_5ForCausalLM",
+    keys=(*OF_HYBRID, *PREDICTING),
+    only=SILU
+    | {
+        "attn_output_gate": (True, None),
+        "output_gate_type": ("swish", "silu", None),
+        "mlp_only_layers": ([], None),
+    },
+    options=NORMALISED | {"attention_gate": True, "norm_offset": True},
+    windows="no",
+    linear=LinearConfig(),
+    turns_some=True,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    keys=(*QWEN3_5.keys, *COUNTS, *OF_SHARED, *LOSSES),
+    experts=ExpertsConfig(shared_width=1, shared_gate=True),
+    expert_keys=OF_SHARED,
+)
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", keys=LAYERS, only=SILU, windows="no"),
     "mistral": Family(
@@ -124,24 +148,7 @@ FAMILIES = {
         gemma=True,
         local_rope=True,
     ),
-    "qwen3_5_text": Family(
-        architecture="Qwen3_5ForCausalLM",
-        # How heads that predict more tokens are made, and the type of states elsewhere.
-        keys=(
-            *("layer_types", "full_attention_interval", "partial_rotary_factor", *OF_LINEAR),
-            *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
-        ),
-        only=SILU
-        | {
-            "attn_output_gate": (True, None),
-            "output_gate_type": ("swish", "silu", None),
-            "mlp_only_layers": ([], None),
-        },
-        options=NORMALISED | {"attention_gate": True, "norm_offset": True},
-        windows="no",
-        linear=LinearConfig(),
-        turns_some=True,
-    ),
+    "qwen3_5_text": QWEN3_5,
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         keys=("sliding_window", *COUNTS, *OF_MIXTRAL, *LOSSES),
@@ -185,39 +192,12 @@ FAMILIES = {
         experts=ExpertsConfig(),
         expert_keys=OF_MIXTRAL,
     ),
-    "qwen3_5_moe_text": Family(
-        architecture="Qwen3_5MoeForCausalLM",
-        keys=(
-            *("layer_types", "full_attention_interval", "partial_rotary_factor", *OF_LINEAR),
-            *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
-            *(*COUNTS, *OF_SHARED, *LOSSES),
-        ),
-        only=SILU
-        | {
-            "attn_output_gate": (True, None),
-            "output_gate_type": ("swish", "silu", None),
-            "mlp_only_layers": ([], None),
-        },
-        options=NORMALISED | {"attention_gate": True, "norm_offset": True},
-        windows="no",
-        linear=LinearConfig(),
-        turns_some=True,
-        experts=ExpertsConfig(shared_width=1, shared_gate=True),
-        expert_keys=OF_SHARED,
-    ),
-    "qwen3_next": Family(
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": replace(
+        QWEN3_5_MOE,
         architecture="Qwen3NextForCausalLM",
-        keys=(
-            *("layer_types", "full_attention_interval", "partial_rotary_factor", *OF_LINEAR),
-            *(*COUNTS, *OF_SHARED, NORMALISED_SHARES, *DENSE, *LOSSES),
-        ),
+        keys=(*OF_HYBRID, *COUNTS, *OF_SHARED, NORMALISED_SHARES, *DENSE, *LOSSES),
         only=SILU,
-        options=NORMALISED | {"attention_gate": True, "norm_offset": True},
-        windows="no",
-        linear=LinearConfig(),
-        turns_some=True,
-        experts=ExpertsConfig(shared_width=1, shared_gate=True),
-        expert_keys=OF_SHARED,
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM", keys=(), only=SILU, options=OLMO, windows="no"

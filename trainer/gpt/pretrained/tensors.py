@@ -193,10 +193,9 @@ def places(
     for path in shapes:
         found = place(path)
         part, _, rest = path.partition("/")
-        name = of_parts.get(part, {}).get(rest, ("",))[0]
-        others = [
-            f"{part}/{x}" for x, (other, _) in of_parts.get(part, {}).items() if other == name
-        ]
+        table = of_parts.get(part, {})
+        name = table.get(rest, ("",))[0]
+        others = (f"{part}/{x}" for x, (other, _) in table.items() if other == name)
         beside = [x for x in others if x in shapes]
         if beside[1:]:
             groups = model.linear_sizes["key_heads"] if name in BY_KEY_HEAD else 1
