@@ -177,7 +177,12 @@ def test_memory_counts_what_layers_save(remat, degrees):
 
 
 def test_sizes_of_the_planner_are_those_of_the_weights():
-    config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, targets=("query", "decay", "up")))
+    experts = dataclasses.replace(CONFIG.model.experts, balance_rate=0.0)
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, experts=experts),
+        lora=LoraConfig(rank=3, targets=("query", "decay", "up")),
+    )
     program = program_of(config, st.Degrees())
     whole = sum(x.size for x in jax.tree.leaves(program.state_shapes.model))
     sizes = program.objective.sizes
@@ -218,6 +223,8 @@ def test_experts_that_make_no_sense_are_refused(experts, others, words):
 
 
 def test_adapters_need_a_projection_of_all_tokens():
+    with refused(InputError, "balance_rate=0.01, lora.rank=2"):
+        dataclasses.replace(CONFIG, lora=LoraConfig(rank=2))
     experts = ExpertsConfig(count=4)
     model = GPTConfig(**SMALL, feed_forwards=("experts",), experts=experts)
     with refused(InputError, "lora.targets must name projections of the model; got up"):

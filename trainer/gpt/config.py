@@ -587,6 +587,12 @@ class GPTTrainConfig(TrainConfig):
         if "mlp" not in self.model.layer_feed_forwards and not self.model.experts.shared_width:
             lacking |= {"gate", "up", "down"}
         absent = [x for x in self.lora.targets if x in lacking]
+        if self.lora.rank is not None and self.model.experts.balance_rate:
+            raise InputError(
+                "model.experts.balance_rate moves weights, which adapters freeze; got "
+                f"balance_rate={self.model.experts.balance_rate}, lora.rank={self.lora.rank}. Use "
+                "--model.experts.balance-loss."
+            )
         if self.lora.rank is not None and absent:
             raise InputError(
                 f"lora.targets must name projections of the model; got {absent[0]}, and no layer "

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from models.periods import PARTS, layers_of
+from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig
 from trainer.weights.places import (
     AS_IT_IS,
@@ -164,6 +165,9 @@ def places(
         shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
         model: the model.
         family: its `model_type`.
+
+    Raises:
+        ValueError: if the family has no such weight.
     """
     of_parts = tables(model, family)
 
@@ -172,6 +176,11 @@ def places(
         if part not in of_parts:
             name, groups = OF_MODEL[path]
             return Place(tensors=(name,), stacked=False, shape=shapes[path], groups=groups)
+        if rest not in of_parts[part]:
+            raise InputError(
+                f"The weights of a model must be those of its family; got {path}, which no model "
+                f"of kind {family} has. Leave out flags --model.*."
+            )
         name, groups = of_parts[part][rest]
         names = [
             f"model.layers.{layer}.{name}"
