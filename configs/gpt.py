@@ -51,10 +51,11 @@ def gpt_tiny_hybrid() -> GPTTrainConfig:
 def gpt_tiny_moe() -> GPTTrainConfig:
     """`gpt_tiny` with 16 experts in place of each MLP, and as many weights for each token.
 
-    Command: `python train.py gpt_tiny_moe`.
+    Command: `python train.py gpt_tiny_moe`. Expected: XXX nats per byte, where `gpt_tiny` has 1.66
+    (means of three seeds).
     """
     tiny = gpt_tiny()
-    experts = ExpertsConfig(count=16, top_k=2, width=192, balance_loss=0.01)
+    experts = ExpertsConfig(count=16, top_k=4, width=96, balance_loss=0.01)
     model = replace(tiny.model, feed_forwards=("experts",), experts=experts)
     return replace(tiny, model=model, run_dir=Path("runs/gpt_tiny_moe"))
 

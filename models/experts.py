@@ -80,6 +80,21 @@ class ExpertSizes:
     scores by which experts are chosen, and to no share."""
 
 
+class ExpertLinear(nnx.Module):
+    """A projection of each expert, to which `models.lora` may add adapters."""
+
+    def __init__(self, kernel: Float32[Array, "experts inputs outputs"]) -> None:
+        self.kernel = nnx.Param(kernel)
+        self.lora_a: nnx.Param | None = nnx.data(None)
+        self.lora_b: nnx.Param | None = nnx.data(None)
+        self.scale = 0.0
+
+    def weights(self, name: str) -> dict[str, Array]:
+        """The kernel under a name, and the matrices of adapters under that and their own."""
+        every = {name: self.kernel, f"{name}/a": self.lora_a, f"{name}/b": self.lora_b}
+        return {x: weight[...] for x, weight in every.items() if weight is not None}
+
+
 class Experts(nnx.Module):
     """sum_i share_i expert_i(x) over the chosen experts, and the shared expert of all tokens."""
 
@@ -104,9 +119,9 @@ class Experts(nnx.Module):
             return nnx.Param(init(rngs.params(), (count, *shape), jnp.float32))
 
         self.router = nnx.Param(made(rngs.params(), (1, width, count), jnp.float32)[0])
-        self.expert_gate = weight(made, width, hidden)
-        self.expert_up = weight(made, width, hidden)
-        self.expert_down = weight(down, hidden, width)
+        self.expert_gate = ExpertLinear(weight(made, width, hidden)[...])
+        self.expert_up = ExpertLinear(weight(made, width, hidden)[...])
+        self.expert_down = ExpertLinear(weight(down, hidden, width)[...])
         zeros = functools.partial(weight, nnx.initializers.zeros)
         self.choice_bias = nnx.Param(jnp.zeros(count)) if sizes.balanced_by_bias else None
         self.router_bias = nnx.Param(jnp.zeros(count)) if sizes.biases else None
@@ -177,17 +192,17 @@ class Experts(nnx.Module):
         """
         tokens = x.reshape(-1, x.shape[-1])
         to, by = (y.reshape(-1, self.sizes.top_k) for y in (chosen, shares))
-        weights = {
-            "gate": self.expert_gate[...],
-            "up": self.expert_up[...],
-            "down": self.expert_down[...],
-        }
+        projections = {"gate": self.expert_gate, "up": self.expert_up, "down": self.expert_down}
+        weights: dict[str, Array] = {}
+        for name, projection in projections.items():
+            weights |= projection.weights(name)
         if self.expert_gate_bias is not None and self.expert_up_bias is not None:
             weights |= {
                 "gate_bias": self.expert_gate_bias[...],
                 "up_bias": self.expert_up_bias[...],
             }
-        expert = functools.partial(_expert, self.sizes.activation)
+        scales = tuple((name, x.scale) for name, x in projections.items())
+        expert = functools.partial(_expert, self.sizes.activation, scales)
         out: Any = by_group(expert, weights, copy(tokens), to, copy(by))
         # Sums over devices, too, are of float32 numbers.
         out = reduce(out)
@@ -207,13 +222,22 @@ class Experts(nnx.Module):
 
 def _expert(
     activation: str,
+    scales: tuple[tuple[str, float], ...],
     weights: dict[str, Array],
     x: Float[Array, "rows width"],
     shares: Float32[Array, " rows"],
 ) -> Float32[Array, "rows width"]:
     """What an expert adds to the outputs of its tokens."""
-    gate: Any = project(x, weights["gate"])
-    up: Any = project(x, weights["up"])
+
+    def projected(x: Any, name: str, out_dtype: Any = None) -> Any:
+        out: Any = project(x, weights[name], 1, out_dtype)
+        a, b = (weights.get(f"{name}/{x}") for x in "ab")
+        if a is None or b is None:
+            return out
+        added: Any = project(project(x, a), b, 1, jnp.float32)
+        return (out.astype(jnp.float32) + dict(scales)[name] * added).astype(out.dtype)
+
+    gate, up = projected(x, "gate"), projected(x, "up")
     if "gate_bias" in weights:
         gate, up = (
             (y.astype(jnp.float32) + weights[name][None]).astype(x.dtype)
@@ -226,8 +250,7 @@ def _expert(
         hidden = (up + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)
     # So the backward pass needs no output.
     hidden = (hidden.astype(jnp.float32) * shares[:, None]).astype(x.dtype)
-    out: Any = project(hidden, weights["down"], 1, jnp.float32)
-    return out
+    return projected(hidden, "down", jnp.float32)
 
 
 def tile_rows(assignments: int, experts: int) -> int:

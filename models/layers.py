@@ -16,6 +16,8 @@ from models.linear import linear
 
 PROJECTION, HIDDEN = "projection", "hidden"
 """`checkpoint_name`s of the projections around attention, and of the hidden channels of an MLP."""
+ADAPTERS = ("lora_a", "lora_b")
+"""The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`."""
 PRECISE = ("heads_scale", "modulation_table", "router", "expert_gate_bias", "expert_up_bias")
 PRECISE += ("expert_down_bias",)
 """Weights of several dimensions that are used in float32, as vectors are."""

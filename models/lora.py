@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.experts import ExpertLinear
 from models.layers import PRECISE
 from models.linear import project
 
@@ -41,17 +42,10 @@ class Adapted(nnx.Module):
         self.kernel = base.kernel
         self.scale = scale
         self.dtype = base.dtype
-        shape = self.kernel.shape
         self.contracted = len(base.in_features)
-        inputs = shape[stacked : stacked + self.contracted]
-        outputs = shape[stacked + self.contracted :]
-        # As PEFT does: uniform, of variance 1 / (3 * fan_in).
-        bound = math.prod(inputs) ** -0.5
-        lora_a = jax.random.uniform(
-            rngs.params(), (*shape[:stacked], *inputs, rank), jnp.float32, -bound, bound
+        self.lora_a, self.lora_b = narrow_matrices(
+            self.kernel.shape, rank=rank, stacked=stacked, contracted=self.contracted, rngs=rngs
         )
-        self.lora_a = nnx.Param(lora_a)
-        self.lora_b = nnx.Param(jnp.zeros((*shape[:stacked], rank, *outputs), jnp.float32))
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         x = x.astype(self.dtype)
@@ -60,6 +54,21 @@ class Adapted(nnx.Module):
         # The sum is rounded once.
         added: Any = project(narrow, self.lora_b[...], 1, jnp.float32)
         return (out.astype(jnp.float32) + self.scale * added).astype(out.dtype)
+
+
+def narrow_matrices(
+    shape: tuple[int, ...], *, rank: int, stacked: int, contracted: int, rngs: nnx.Rngs
+) -> tuple[nnx.Param, nnx.Param]:
+    """A and B for a kernel [*stacked, *contracted, *outputs], of so many dimensions each."""
+    inputs = shape[stacked : stacked + contracted]
+    # As PEFT does: uniform, of variance 1 / (3 * fan_in).
+    bound = math.prod(inputs) ** -0.5
+    lora_a = jax.random.uniform(
+        rngs.params(), (*shape[:stacked], *inputs, rank), jnp.float32, -bound, bound
+    )
+    outputs = shape[stacked + contracted :]
+    lora_b = jnp.zeros((*shape[:stacked], rank, *outputs), jnp.float32)
+    return nnx.Param(lora_a), nnx.Param(lora_b)
 
 
 def add_adapters(
@@ -95,3 +104,8 @@ def add_adapters(
                 if isinstance(base, nnx.LinearGeneral):
                     adapted = Adapted(base, rank=rank, scale=scale, stacked=1, rngs=rngs)
                     setattr(module, name, adapted)
+                elif isinstance(base, ExpertLinear):
+                    base.scale = scale
+                    base.lora_a, base.lora_b = narrow_matrices(
+                        base.kernel.shape, rank=rank, stacked=2, contracted=1, rngs=rngs
+                    )

@@ -344,11 +344,13 @@ class LoraConfig:
     alpha: float | None = None
     """The adapters add alpha / rank times their product. The default is twice the rank."""
     targets: tuple[
-        Literal["query", "key", "value", "out", "gate", "up", "down", "out_gate", "decay", "beta"],
+        Literal["query", "key", "value", "out", "gate", "up", "down", "out_gate", "decay", "beta"]
+        | Literal["expert_gate", "expert_up", "expert_down"],
         ...,
     ] = ("query", "value")
     """Projections that have adapters, in every layer that has them: four of attention and of linear
-    attention, three of the MLP, and three of linear attention alone."""
+    attention, three of the MLP or the expert of all tokens, three of linear attention alone, and
+    three of every other expert."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type in which the frozen matrices and biases of the model are kept. The default is the
     type of the activations, model.dtype, which changes no result. Norms stay float32."""

@@ -93,6 +93,8 @@ class LayerKind:
     """Weights of norms, convolutions and modulations."""
     adapters: int
     """Weights of adapters."""
+    active_adapters: int
+    """Those that each token is multiplied with."""
     of_text: Mapping[str, tuple[int, int]]
     """Likewise of each matrix by which the tokens of a text or of an image are multiplied, once for
     a sequence."""
@@ -373,7 +375,14 @@ class ModelSizes:
             moved += experts.top_k * (3 * experts.width + 3 * width)
         both = {**projections, **of_text}
         names = (*self.lora_targets, *(f"text_{x}" for x in self.lora_targets))
-        adapted = (both[x] for x in names if x in both)
+        adapted = {x: sum(both[x]) for x in names if x in both}
+        common, of_expert, every, chosen = 0, 0, 0, 0
+        for name, size in adapted.items():
+            if experts is not None and name.startswith("expert_"):
+                of_expert += width + experts.width
+                every, chosen = experts.count, experts.top_k
+            else:
+                common += size
         return LayerKind(
             mixer=mixer,
             feed_forward=feed_forward,
@@ -383,7 +392,8 @@ class ModelSizes:
             key_heads=key_heads,
             of_keys=of_keys,
             others=others,
-            adapters=self.lora_rank * sum(map(sum, adapted)),
+            adapters=self.lora_rank * (common + every * of_expert),
+            active_adapters=self.lora_rank * (common + chosen * of_expert),
             of_text=of_text,
             active=sum(map(math.prod, projections.values())) - idle,
             padded=3 * one // _PADDING,
@@ -403,9 +413,9 @@ class ModelSizes:
         return sum(kind.count * kind.active for kind in self.kinds)
 
     @property
-    def adapters(self) -> int:
-        """Weights of the adapters of all layers."""
-        return sum(kind.count * kind.adapters for kind in self.kinds)
+    def active_adapters(self) -> int:
+        """Weights of the adapters of all layers that each token is multiplied with."""
+        return sum(kind.count * kind.active_adapters for kind in self.kinds)
 
     @property
     def other_elements(self) -> int:
@@ -455,7 +465,7 @@ class ModelSizes:
         attention = 4 * self.heads * self.head_dim * pairs / seq_len
         head = (2 if self.takes_values else 1) * self.width * self.outputs
         states = self.linear_layers * self.linear.state_flops if self.linear else 0
-        products = self.passes * (self.matrices + head) + 3 * self.adapters
+        products = self.passes * (self.matrices + head) + 3 * self.active_adapters
         return 2.0 * products + 3.0 * (attention + states) + self._flops_of_texts(seq_len)
 
     @property

@@ -140,7 +140,7 @@ class Step:
         layer = [
             self._products(kind.active + kind.padded + self._of_texts(kind)) for kind in self.kinds
         ]
-        adapters = [self._products(kind.adapters) for kind in self.kinds]
+        adapters = [self._products(kind.active_adapters) for kind in self.kinds]
         # What is recomputed of a layer stops before the last product of the MLP.
         again = [
             self._products(

@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 from models.experts import Experts, ExpertSizes, by_group, tile_rows, tiles_of
+from models.lora import narrow_matrices
 
+SCALE = 0.75
 SIZES = dict(count=6, top_k=2, width=12)
 
 
@@ -17,12 +19,17 @@ def same(x):
     return x
 
 
-def make_layer(**changes):
+def make_layer(adapters=None, **changes):
     sizes = ExpertSizes(**SIZES | changes)
     layer = Experts(sizes, width=8, out_gain=1.0, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    for base in (layer.expert_gate, layer.expert_up, layer.expert_down) if adapters else ():
+        base.scale = SCALE
+        base.lora_a, base.lora_b = narrow_matrices(
+            base.kernel.shape, rank=adapters, stacked=1, contracted=1, rngs=nnx.Rngs(1)
+        )
     rng = np.random.default_rng(0)
     for path, weight in nnx.iter_graph(layer):
-        if isinstance(weight, nnx.Param) and "bias" in str(path[-1]):
+        if isinstance(weight, nnx.Param) and any(x in str(path[-1]) for x in ("bias", "lora_b")):
             weight.set_value(jnp.asarray(rng.normal(size=weight.shape), jnp.float32))
     return layer
 
@@ -37,15 +44,20 @@ def dense(sizes, w, x, token_weights):
     if sizes.normalised:
         shares = shares / shares.sum(-1, keepdims=True)
     out = 0.0
+
+    def kernel(name, e):
+        a, b = (w.get(f"expert_{name}/lora_{x}", np.zeros((99, 1, 1)))[e] for x in "ab")
+        return w[f"expert_{name}/kernel"][e] + SCALE * a @ b
+
     for e in range(sizes.count):
-        gate = x @ w["expert_gate"][e] + w.get("expert_gate_bias", np.zeros((99, 1)))[e]
-        up = x @ w["expert_up"][e] + w.get("expert_up_bias", np.zeros((99, 1)))[e]
+        gate = x @ kernel("gate", e) + w.get("expert_gate_bias", np.zeros((99, 1)))[e]
+        up = x @ kernel("up", e) + w.get("expert_up_bias", np.zeros((99, 1)))[e]
         if sizes.activation == "swiglu":
             hidden = gate * jax.nn.sigmoid(gate) * up
         else:
             gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
             hidden = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
-        one = hidden @ w["expert_down"][e] + w.get("expert_down_bias", np.zeros((99, 1)))[e]
+        one = hidden @ kernel("down", e) + w.get("expert_down_bias", np.zeros((99, 1)))[e]
         out = out + shares[:, e : e + 1] * one
     if sizes.shared_width:
         gate, up, down = (w[f"shared/{x}/kernel"] for x in ("gate", "up", "down"))
@@ -69,6 +81,7 @@ def dense(sizes, w, x, token_weights):
         dict(scores="sigmoid", shared_width=10, shared_gate=True),
         dict(count=5, top_k=5, shared_width=4),
         dict(count=96, top_k=3),
+        dict(adapters=4),
     ],
     ids=str,
 )

@@ -181,14 +181,16 @@ def test_sizes_of_the_planner_are_those_of_the_weights():
     config = dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(CONFIG.model, experts=experts),
-        lora=LoraConfig(rank=3, targets=("query", "decay", "up")),
+        lora=LoraConfig(rank=3, targets=("query", "decay", "up", "expert_down")),
     )
     program = program_of(config, st.Degrees())
     whole = sum(x.size for x in jax.tree.leaves(program.state_shapes.model))
     sizes = program.objective.sizes
     assert sizes.elements == whole
     adapters = sum(x.size for x in jax.tree.leaves(program.state_shapes.weights))
-    assert sizes.adapters == adapters
+    assert sum(kind.count * kind.adapters for kind in sizes.kinds) == adapters
+    adapters -= 5 * 4 * 3 * (8 + 24)  # Those of four idle experts.
+    assert sizes.active_adapters == adapters
     everything = sum(kind.count * kind.matrices for kind in sizes.kinds)
     # Five layers with three matrices of four idle experts; the router counts beside the matrices.
     assert sizes.matrices == everything - 5 * (3 * 4 * 24 * 8 - 6 * 24)

@@ -24,7 +24,7 @@ from trainer.checkpoints.reading import CheckpointError
 from trainer.config import LoraConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import RopeConfig
+from trainer.gpt.config import ExpertsConfig, RopeConfig
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config, peft_tensors
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
@@ -40,7 +40,20 @@ from trainer.weights.adapters import restore_model, write_merged
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")
 EVERY = (*ALL, "out_gate", "decay", "beta")
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
 CONFIG = make_config(SMALL, seq_len=64, lora=LoraConfig(rank=4, targets=ALL), steps=3)
+
+
+MIXED = make_config(
+    SMALL
+    | dict(
+        feed_forwards=("mlp", "experts"),
+        experts=ExpertsConfig(count=4, width=32, balance_loss=0.0),
+    ),
+    seq_len=64,
+    steps=3,
+    lora=LoraConfig(rank=4, targets=(*ALL, *EXPERTS)),
+)
 
 
 def lora_config(dtype="float32", **changes):
@@ -63,7 +76,7 @@ def steps_of(program, state, steps=3):
 @pytest.fixture(scope="module")
 def one_device():
     """A state whose adapters add something, and the losses of its steps on one device."""
-    program = make_program(lora_config(), st.Degrees())
+    program = make_program(MIXED, st.Degrees())
     state = jax.device_get(program.initialise())
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 8, state.weights)
@@ -99,7 +112,7 @@ def test_adapters_begin_with_the_logits_of_the_model_bit_for_bit():
 )
 def test_losses_do_not_depend_on_the_mesh(one_device, degrees, changes):
     state, expected, _ = one_device
-    found, _ = steps_of(make_program(lora_config(**changes), degrees), state)
+    found, _ = steps_of(make_program(dataclasses.replace(MIXED, **changes), degrees), state)
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
@@ -320,6 +333,85 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
 )
 def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_path):
     """Three projections of a Qwen3.5 are rows of one tensor, with one adapter."""
+    base, merged, tensors, described = exported(family, targets, tmp_path)
+    wanted = {*described["target_modules"]}
+    wanted |= {x.split(".")[-2] for x in described.get("target_parameters", ())}
+    seen = set()
+    for name in base:
+        key = "base_model.model." + name.removesuffix("weight")
+        module = name.split(".")[-2]
+        if f"{key}lora_A.weight" not in tensors:
+            np.testing.assert_array_equal(base[name], merged[name], err_msg=name)
+            # In transformers, experts are no modules of such names.
+            assert ".experts." in name or module not in wanted
+            continue
+        a, b = tensors[f"{key}lora_A.weight"], tensors[f"{key}lora_B.weight"]
+        assert len(a) == described["rank_pattern"].get(module, 2) == b.shape[1]
+        scale = described["alpha_pattern"].get(module, described["lora_alpha"]) / len(a)
+        assert scale == 1.5
+        added = merged[name].astype(np.float64) - base[name]
+        np.testing.assert_allclose(added, scale * (b @ a), atol=1e-4, err_msg=name)
+        seen.add(module)
+    assert seen == wanted
+    adapted = [x for x in base if x.split(".")[-2] in seen and ".experts." not in x]
+    assert len(tensors) == 2 * len(adapted)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3_moe", EXPERTS),
+        ("gpt_oss", EXPERTS),
+        ("gpt_oss", ("query", "expert_up")),
+        ("mixtral", ("expert_up", "expert_gate")),
+        ("olmoe", ("expert_down",)),
+    ],
+)
+def test_adapters_of_experts_are_those_that_are_merged(family, targets, tmp_path):
+    """PEFT adds them to the parameters of all experts, with gates and projections up in one."""
+    base, merged, tensors, described = exported(family, targets, tmp_path)
+    fused = bool({"expert_up", "expert_gate"} & {*targets})
+    down = "expert_down" in targets
+    parameters = {"gate_up_proj": fused, "down_proj": down}
+    wanted = [f"mlp.experts.{x}" for x in sorted(parameters) if parameters[x]]
+    assert described["target_parameters"] == sorted(wanted)
+    assert described["target_modules"] == ["q_proj"] * ("query" in targets)
+    added = {x: merged[x].astype(np.float64) - base[x] for x in base}
+    for layer in sorted({x.split(".")[2] for x in base if ".experts." in x}):
+        for name, is_adapted in parameters.items():
+            key = f"layers.{layer}.mlp.experts."
+            delta = whole_of_experts(added, f"model.{key}", name, family)
+            if not is_adapted:
+                np.testing.assert_array_equal(delta, 0)
+                continue
+            key = f"base_model.model.model.{key}"
+            key += "base_layer." if down and name == "gate_up_proj" else ""
+            a, b = (tensors.pop(f"{key}lora_{x}.weight") for x in "AB")
+            rank = described["rank_pattern"].get(f"mlp.experts.{name}", 2)
+            alpha = described["alpha_pattern"].get(f"mlp.experts.{name}", described["lora_alpha"])
+            a, b = a.reshape(len(delta), rank, -1), b.reshape(len(b), rank, len(delta))
+            product = alpha / rank * np.einsum("ore,eri->eoi", b, a)
+            np.testing.assert_allclose(delta, product, atol=1e-4)
+    assert not [x for x in tensors if ".experts." in x]
+
+
+def whole_of_experts(tensors, prefix, name, family):
+    """[experts, outputs, inputs] of one layer, from the tensors of a folder."""
+    if family == "gpt_oss":
+        return tensors[prefix + name].swapaxes(1, 2)
+    prefix = prefix.replace("mlp", "block_sparse_moe") if family == "mixtral" else prefix
+    names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    names = names[2:] if name == "down_proj" else names[:2]
+    count = sum(x.startswith(prefix) for x in tensors) // 3
+    rows = [
+        np.concatenate([tensors[f"{prefix}{expert}.{x}.weight"] for x in names])
+        for expert in range(count)
+    ]
+    return np.stack(rows)
+
+
+def exported(family, targets, tmp_path):
+    """Random weights of a reference, without their adapters and with them; and the adapters."""
     lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
     config = pretrained.make_config(pretrained.REFERENCES / family, lora=lora)
     kind = read_description(pretrained.REFERENCES / family).family
@@ -336,23 +428,4 @@ def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_pat
         write_merged(arrays, of_model, of_base, folder, lambda _: np.float32, shard_bytes=10**9)
     base, merged = (load_file(tmp_path / x / "model.safetensors") for x in ("base", "merged"))
     tensors = peft_tensors(arrays, np.float32, config.model, kind)
-    described = peft_config(config, None, kind, note=print)
-    seen = set()
-    for name in base:
-        key = "base_model.model." + name.removesuffix("weight")
-        module = name.split(".")[-2]
-        if f"{key}lora_A.weight" not in tensors:
-            np.testing.assert_array_equal(base[name], merged[name], err_msg=name)
-            # In transformers, experts are no modules of such names.
-            assert ".experts." in name or module not in described["target_modules"]
-            continue
-        a, b = tensors[f"{key}lora_A.weight"], tensors[f"{key}lora_B.weight"]
-        assert len(a) == described["rank_pattern"].get(module, 2) == b.shape[1]
-        scale = described["alpha_pattern"].get(module, described["lora_alpha"]) / len(a)
-        assert scale == 1.5
-        added = merged[name].astype(np.float64) - base[name]
-        np.testing.assert_allclose(added, scale * (b @ a), atol=1e-4, err_msg=name)
-        seen.add(module)
-    assert seen == set(described["target_modules"])
-    adapted = [x for x in base if x.split(".")[-2] in seen and ".experts." not in x]
-    assert len(tensors) == 2 * len(adapted)
+    return base, merged, tensors, peft_config(config, None, kind, note=print)

@@ -39,11 +39,13 @@ MATRICES = {
     "query/lora_a": ((6, 3), 6),
     "out/lora_a": ((2, 5, 3), 10),
     "query/lora_b": ((3, 2, 5), 3),
+    "expert_down/kernel": ((4, 6, 7), 6),
+    "expert_down/lora_a": ((4, 6, 3), 6),
 }
 
 
 @pytest.mark.quick
-def test_muon_makes_the_matrix_of_every_layer_orthogonal_by_itself():
+def test_muon_makes_every_matrix_orthogonal_by_itself():
     rng = np.random.default_rng(0)
     gradients = {x: rng.normal(size=(3, *shape)) for x, (shape, _) in MATRICES.items()}
     config = dataclasses.replace(MUON, warmup_fraction=0.0, clip_norm=1e9)
@@ -59,12 +61,12 @@ def test_muon_makes_the_matrix_of_every_layer_orthogonal_by_itself():
 
     found = updates(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), gradients))
     for name, (_, rows) in MATRICES.items():
-        for layer in range(3):
-            # The first moment after one step is along the gradient; only its direction counts.
-            matrix = gradients[name][layer].reshape(rows, -1)
+        matrices = gradients[name].reshape(12 if name.startswith("expert") else 3, rows, -1)
+        (of_name,) = jax.tree.leaves(found[name])
+        # The first moment after one step is along the gradient; only its direction counts.
+        for matrix, got in zip(matrices, of_name.reshape(matrices.shape) / -rate, strict=True):
             expected = orthogonal(matrix) * 0.2 * np.sqrt(max(matrix.shape))
-            got = np.asarray(jax.tree.leaves(found[name])[0][layer]) / -rate
-            np.testing.assert_allclose(got.reshape(matrix.shape), expected, atol=2e-4)
+            np.testing.assert_allclose(got, expected, atol=2e-4)
 
 
 def test_muon_leaves_all_but_the_projections_of_layers_to_adamw():

@@ -586,6 +586,8 @@ class GPTTrainConfig(TrainConfig):
             lacking |= {"out_gate", "decay", "beta"}
         if "mlp" not in self.model.layer_feed_forwards and not self.model.experts.shared_width:
             lacking |= {"gate", "up", "down"}
+        if "experts" not in self.model.layer_feed_forwards:
+            lacking |= {"expert_gate", "expert_up", "expert_down"}
         absent = [x for x in self.lora.targets if x in lacking]
         if self.lora.rank is not None and self.model.experts.balance_rate:
             raise InputError(

@@ -13,20 +13,22 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
+from models.layers import ADAPTERS
 from models.periods import layers_of
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.gpt.pretrained.families import without_losses
 from trainer.gpt.pretrained.tensors import BY_KEY_HEAD, tables
-from trainer.parallel.partition import ADAPTERS
 from trainer.run.settings import settings_of
-from trainer.weights.adapters import KERNEL, as_matrix
+from trainer.weights.adapters import KERNEL, as_matrix, by_expert
 from trainer.weights.places import Share
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts in front of the names of a model."""
+_FUSED, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""The matrices of all experts, parameters [experts, ...] in transformers from version 5 on."""
 
 
 def peft_config(
@@ -61,8 +63,8 @@ def peft_config(
         )
     lora = config.lora
     assert lora.rank is not None, "the caller has looked"
-    modules = _modules(config.model, family, lora.targets)
-    several = {name: len(rows) for name, rows in modules.items() if len(rows) > 1}
+    modules, parameters = _adapted(config.model, family, lora.targets)
+    several = {name: len(rows) for name, rows in (modules | parameters).items() if len(rows) > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -73,6 +75,7 @@ def peft_config(
         "rank_pattern": {name: n * lora.rank for name, n in several.items()},
         "alpha_pattern": {name: n * lora.scale * lora.rank for name, n in several.items()},
         "target_modules": sorted(modules),
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -94,16 +97,31 @@ def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
         )
 
 
-def _modules(model: GPTConfig, family: str, targets: Collection[str]) -> dict[str, set[str]]:
-    """The adapted projections by their names in transformers, such as "q_proj"."""
-    found: dict[str, set[str]] = {}
+def _adapted(
+    model: GPTConfig, family: str, targets: Collection[str]
+) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """The adapted projections by their names in transformers: modules, such as "q_proj", and
+    parameters.
+
+    In a model with experts, PEFT takes modules gate_proj, up_proj and down_proj for the experts.
+    Their weights, as parameters, are those of other layers too.
+    """
+    modules: dict[str, set[str]] = {}
+    parameters: dict[str, set[str]] = {}
     for part, table in tables(model, family).items():
-        if layers_of(part, model.layer_mixers, model.layer_feed_forwards):
-            for path, (name, _) in table.items():
-                *_, target, kind = ("", *path.split("/"))
-                if kind == KERNEL and target in targets:
-                    found.setdefault(name.split(".")[-2], set()).add(path)
-    return found
+        if not layers_of(part, model.layer_mixers, model.layer_feed_forwards):
+            continue
+        for path, (name, _) in table.items():
+            *_, target, kind = ("", *path.split("/"))
+            if kind != KERNEL or target not in targets:
+                continue
+            if by_expert(path.removesuffix(f"/{KERNEL}")):
+                parameters.setdefault(_DOWN if target == "expert_down" else _FUSED, set()).add(path)
+            elif path.startswith("mlp/") and "experts" in model.layer_feed_forwards:
+                parameters.setdefault(name.partition("mlp.")[2], set()).add(path)
+            else:
+                modules.setdefault(name.split(".")[-2], set()).add(path)
+    return modules, parameters
 
 
 def peft_tensors(
@@ -112,6 +130,7 @@ def peft_tensors(
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
 
     Where several weights are rows of one tensor, their adapters are one of the sum of their ranks.
+    Those of experts are [experts * rank, inputs] and [outputs, rank * experts].
 
     Args:
         arrays: the weights of a model by their paths.
@@ -121,15 +140,21 @@ def peft_tensors(
     """
     found = {}
     for part, table in tables(model, family).items():
-        names = dict.fromkeys(name for path, (name, _) in table.items() if path.endswith(KERNEL))
+        layers = layers_of(part, model.layer_mixers, model.layer_feed_forwards)
+        for place, layer in enumerate(layers):
+            for name, matrix in _of_experts(arrays, part, place, family).items():
+                found[f"{PREFIX}model.layers.{layer}.mlp.experts.{name}"] = matrix.astype(dtype)
+        names = dict.fromkeys(
+            name
+            for path, (name, _) in table.items()
+            if path.endswith(KERNEL) and not by_expert(path.removesuffix(f"/{KERNEL}"))
+        )
         for name in names:
             rows = [path.removesuffix(f"/{KERNEL}") for path, (x, _) in table.items() if x == name]
             pairs = [[arrays.get(f"{part}/{path}/{kind}") for kind in ADAPTERS] for path in rows]
             if all(a is None for a, _ in pairs):
                 continue
-            for place, layer in enumerate(
-                layers_of(part, model.layer_mixers, model.layer_feed_forwards)
-            ):
+            for place, layer in enumerate(layers):
                 own = [
                     None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
                 ]
@@ -139,6 +164,39 @@ def peft_tensors(
                     key = name.removesuffix("weight") + f"lora_{letter}.weight"
                     tensor = matrix.T.astype(dtype)
                     found[f"{PREFIX}model.layers.{layer}.{key}"] = np.ascontiguousarray(tensor)
+    return found
+
+
+def _of_experts(
+    arrays: Mapping[str, Any], part: str, place: int, family: str
+) -> dict[str, Shaped[np.ndarray, "rows columns"]]:
+    """The adapters of all experts of one layer.
+
+    PEFT wraps a parameter around the one before it.
+    """
+    pairs = {
+        name: [np.asarray(arrays[f"{part}/mlp/expert_{name}/{kind}"])[place] for kind in ADAPTERS]
+        for name in ("gate", "up", "down")
+        if f"{part}/mlp/expert_{name}/{ADAPTERS[0]}" in arrays
+    }
+    found, down = {}, pairs.pop("down", None)
+
+    def give(prefix: str, a: np.ndarray, b: np.ndarray) -> None:
+        found[f"{prefix}lora_A.weight"] = a.swapaxes(1, 2).reshape(-1, a.shape[1])
+        found[f"{prefix}lora_B.weight"] = b.transpose(2, 1, 0).reshape(b.shape[2], -1)
+
+    if pairs:
+        a = np.concatenate([a for a, _ in pairs.values()], axis=-1)
+        rows = []
+        for name in ("gate", "up"):
+            zeros = [np.zeros_like(b) for _, b in pairs.values()]
+            own = [pairs[x][1] if x == name else zero for x, zero in zip(pairs, zeros, strict=True)]
+            rows.append(np.concatenate(own, axis=1))
+        share = Share(index=0, sizes=(1, 1), columns=True)
+        both = share.joined(rows) if family == "gpt_oss" else np.concatenate(rows, axis=-1)
+        give("base_layer." if down is not None else "", a, both)
+    if down is not None:
+        give("", *down)
     return found
 
 

@@ -14,8 +14,16 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
+from models.layers import ADAPTERS
 from trainer.config import OptimizerConfig
-from trainer.parallel.partition import ADAPTERS, STACKED, TENSOR_DIMS, Partition, Split, path_name
+from trainer.parallel.partition import (
+    STACKED,
+    TENSOR_DIMS,
+    Partition,
+    Split,
+    counts_experts,
+    path_name,
+)
 
 # Root mean square of the entries of an update of AdamW, roughly. Muon's are scaled to it, whatever
 # the shape of a matrix, so that one learning rate and one weight decay serve both.
@@ -181,8 +189,9 @@ def _matrix(path: tuple[Any, ...], x: Any) -> Any:
         or name not in ("kernel", *ADAPTERS)
     ):
         return None
-    # A kernel is [layers, *inputs, *outputs], adapters [layers, *inputs, rank] and the reverse.
-    dims = tuple(range(1, x.ndim))
+    # A kernel is [layers, *inputs, *outputs], adapters [layers, *inputs, rank] and the reverse;
+    # those of experts, which count them first, are made orthogonal one by one.
+    dims = tuple(range(1 + counts_experts(layer), x.ndim))
     one_output = name == "lora_a" or (name == "kernel" and layer == "out")
     cut = len(dims) - 1 if one_output else 1
     return MuonDimensionNumbers(reduction_axis=dims[:cut], output_axis=dims[cut:])

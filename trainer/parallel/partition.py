@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from models.layers import PRECISE
+from models.layers import ADAPTERS, PRECISE
 from models.periods import ATTENTION, MIXERS
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
@@ -49,17 +49,16 @@ TENSOR_DIMS |= {"image_key": 1, "image_value": 1}
 # What linear attention has beside these: see `models.gated_delta`.
 TENSOR_DIMS |= {"out_gate": 1, "decay": 1, "beta": 1, "decay_rate": 0, "decay_bias": 0}
 TENSOR_DIMS |= {"query_conv": 1, "key_conv": 1, "value_conv": 1}
-# Experts, [experts, inputs, outputs], and their biases: see `models.experts`.
-TENSOR_DIMS |= {"expert_gate": 2, "expert_up": 2, "expert_down": 1}
-TENSOR_DIMS |= {"expert_gate_bias": 1, "expert_up_bias": 1}
+# A matrix or a bias of one expert, where arrays of all have one more dimension: see
+# `models.experts`.
+TENSOR_DIMS |= {"expert_gate": 1, "expert_up": 1, "expert_down": 0}
+TENSOR_DIMS |= {"expert_gate_bias": 0, "expert_up_bias": 0}
 # The weights of key heads, of which there may be fewer than devices along `tensor`; and the axes
 # that divide the heads of which each needs one.
 OF_KEY_HEADS = {
     "attention": (("key", "value", "key_bias", "value_bias", "heads_scale"), ("tensor", "head")),
     "linear": (("query", "key", "query_conv", "key_conv"), ("tensor",)),
 }
-# The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`.
-ADAPTERS = ("lora_a", "lora_b")
 
 # Parts of a model that are stacked weights of layers. Their first dimension counts layers and is
 # never split.
@@ -173,7 +172,7 @@ class Partition:
             shared = dim != ADAPTERS.index(names[-1])
             dim = None if shared else dim
         if dim is not None:
-            dim += stacked
+            dim += stacked + counts_experts(layer)
             remainder = x.shape[dim] % self.mesh.shape["tensor"]
             of_keys, axes = OF_KEY_HEADS[MIXERS[part or ATTENTION]]
             if remainder and layer in of_keys:
@@ -352,6 +351,11 @@ class Partition:
         ranks = lax.axis_index("tensor") * head + jnp.arange(head)
         needed = ranks // (head * self.mesh.shape["tensor"] // kernel.shape[-2])
         return jnp.take(vary(kernel, "tensor"), needed, axis=kernel.ndim - 2)
+
+
+def counts_experts(layer: str) -> bool:
+    """Whether the arrays of a layer, such as expert_up, count experts before all else."""
+    return layer.startswith("expert_") and layer in TENSOR_DIMS
 
 
 def path_name(path: tuple[Any, ...]) -> str:

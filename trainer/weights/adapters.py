@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from models.hooks import Hooks
+from models.layers import ADAPTERS
 from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.config import LoraConfig, TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.partition import ADAPTERS, join_frozen, split_frozen
+from trainer.parallel.partition import join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
 from trainer.weights.files import MODEL
@@ -92,33 +92,39 @@ def is_adapter(path: str) -> bool:
     return path.rpartition("/")[2] in ADAPTERS
 
 
+def by_expert(path: str) -> bool:
+    """Whether a projection is one of each expert."""
+    return path.rpartition("/")[2].startswith("expert_")
+
+
 def as_matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inputs outputs"]:
     """A matrix of an adapter of one layer, with a single dimension beside the rank."""
     return x.reshape(-1, x.shape[-1]) if kind == ADAPTERS[0] else x.reshape(x.shape[0], -1)
 
 
 def merged(
-    arrays: Mapping[str, Any], path: str, layer: int, lora: LoraConfig
+    arrays: Mapping[str, Any], path: str, place: Place, number: int, lora: LoraConfig
 ) -> Float[np.ndarray, "..."]:
-    """A kernel of one layer with its adapter, in float32: W + scale * A B.
+    """A kernel with its adapter, in float32: W + scale * A B.
 
     Args:
         arrays: the weights of a model by their paths.
         path: of the kernel; one without adapters stays as it is.
-        layer: number of the layer.
+        place: where it lies.
+        number: which of the kernels that have tensors of their own.
         lora: adapters of the run.
     """
-    weight = np.asarray(arrays[path])[layer]
+    weight = place.weight_of(np.asarray(arrays[path]), number)
     part, _, kind = path.rpartition("/")
     names = [f"{part}/{kind}" for kind in ADAPTERS]
     if kind != KERNEL or names[0] not in arrays:
         return weight
-    a, b = (
-        as_matrix(np.asarray(arrays[name])[layer], kind)
-        for name, kind in zip(names, ADAPTERS, strict=True)
-    )
-    assert math.prod(weight.shape) == a.shape[0] * b.shape[1], "they belong to the kernel"
-    return weight.astype(np.float32) + lora.scale * (a @ b).reshape(weight.shape)
+    a, b = (place.weight_of(np.asarray(arrays[name]), number) for name in names)
+    if not by_expert(part):
+        a, b = (as_matrix(x, kind) for x, kind in zip((a, b), ADAPTERS, strict=True))
+    added = np.matmul(a, b)
+    assert weight.size == added.size, "they belong to the kernel"
+    return weight.astype(np.float32) + lora.scale * added.reshape(weight.shape)
 
 
 def write_merged(
@@ -142,9 +148,6 @@ def write_merged(
     found = dict(places({x: tuple(y.shape) for x, y in arrays.items() if not is_adapter(x)}))
 
     def weight(path: str, number: int) -> Shaped[np.ndarray, "..."]:
-        place = found[path]
-        if place.stacked and place.experts is None:
-            return merged(arrays, path, number, lora)
-        return place.weight_of(np.asarray(arrays[path]), number)
+        return merged(arrays, path, found[path], number, lora)
 
     write_tensors(found, weight, folder, dtype_of, shard_bytes=shard_bytes, stem=stem)

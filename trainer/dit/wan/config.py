@@ -197,7 +197,7 @@ class WanTrainConfig(TrainConfig):
                 "data.sizes must name each size once, and size is one of them; got "
                 f"size={self.size}, sizes={self.data.sizes}. Leave the second out."
             )
-        absent = {"gate", "out_gate", "decay", "beta"} & {*self.lora.targets}
+        absent = {*self.lora.targets} - {"query", "key", "value", "out", "up", "down"}
         if self.freezes and absent:
             raise InputError(
                 "lora.targets must name projections of the model; got "

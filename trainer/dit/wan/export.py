@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
+from models.layers import ADAPTERS
 from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
 from trainer.dit.wan.config import WanTrainConfig
@@ -19,7 +20,7 @@ from trainer.dit.wan.config_json import CONFIG, to_values
 from trainer.dit.wan.objective import VideoFlow
 from trainer.dit.wan.pretrained import TYPES
 from trainer.dit.wan.tensors import places
-from trainer.parallel.partition import ADAPTERS, path_name
+from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
 from trainer.weights.adapters import (
     KERNEL,

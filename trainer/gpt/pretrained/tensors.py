@@ -55,9 +55,9 @@ OF_MLP: Mapping[str, tuple[str, Groups]] = {
 }
 OF_EXPERTS: Mapping[str, tuple[str, Groups]] = {
     "mlp/router": ("mlp.gate.weight", TRANSPOSED),
-    "mlp/expert_gate": ("mlp.experts.{}.gate_proj.weight", TRANSPOSED),
-    "mlp/expert_up": ("mlp.experts.{}.up_proj.weight", TRANSPOSED),
-    "mlp/expert_down": ("mlp.experts.{}.down_proj.weight", TRANSPOSED),
+    "mlp/expert_gate/kernel": ("mlp.experts.{}.gate_proj.weight", TRANSPOSED),
+    "mlp/expert_up/kernel": ("mlp.experts.{}.up_proj.weight", TRANSPOSED),
+    "mlp/expert_down/kernel": ("mlp.experts.{}.down_proj.weight", TRANSPOSED),
     "mlp/shared/gate/kernel": ("mlp.shared_expert.gate_proj.weight", TRANSPOSED),
     "mlp/shared/up/kernel": ("mlp.shared_expert.up_proj.weight", TRANSPOSED),
     "mlp/shared/down/kernel": ("mlp.shared_expert.down_proj.weight", TRANSPOSED),
@@ -66,17 +66,17 @@ OF_EXPERTS: Mapping[str, tuple[str, Groups]] = {
 """Where a name has braces, each expert has a tensor of its own."""
 OF_MIXTRAL: Mapping[str, tuple[str, Groups]] = {
     "mlp/router": ("block_sparse_moe.gate.weight", TRANSPOSED),
-    "mlp/expert_gate": ("block_sparse_moe.experts.{}.w1.weight", TRANSPOSED),
-    "mlp/expert_up": ("block_sparse_moe.experts.{}.w3.weight", TRANSPOSED),
-    "mlp/expert_down": ("block_sparse_moe.experts.{}.w2.weight", TRANSPOSED),
+    "mlp/expert_gate/kernel": ("block_sparse_moe.experts.{}.w1.weight", TRANSPOSED),
+    "mlp/expert_up/kernel": ("block_sparse_moe.experts.{}.w3.weight", TRANSPOSED),
+    "mlp/expert_down/kernel": ("block_sparse_moe.experts.{}.w2.weight", TRANSPOSED),
 }
 _BY_EXPERT: Groups = ((0,), (1,), (2,))
 OF_GPT_OSS: Mapping[str, tuple[str, Groups]] = {
     "mlp/router": ("mlp.router.weight", TRANSPOSED),
     "mlp/router_bias": ("mlp.router.bias", AS_IT_IS),
-    "mlp/expert_gate": ("mlp.experts.gate_up_proj", _BY_EXPERT),
-    "mlp/expert_up": ("mlp.experts.gate_up_proj", _BY_EXPERT),
-    "mlp/expert_down": ("mlp.experts.down_proj", _BY_EXPERT),
+    "mlp/expert_gate/kernel": ("mlp.experts.gate_up_proj", _BY_EXPERT),
+    "mlp/expert_up/kernel": ("mlp.experts.gate_up_proj", _BY_EXPERT),
+    "mlp/expert_down/kernel": ("mlp.experts.down_proj", _BY_EXPERT),
     "mlp/expert_gate_bias": ("mlp.experts.gate_up_proj_bias", IN_BOTH),
     "mlp/expert_up_bias": ("mlp.experts.gate_up_proj_bias", IN_BOTH),
     "mlp/expert_down_bias": ("mlp.experts.down_proj_bias", IN_BOTH),
