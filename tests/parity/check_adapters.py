@@ -4,8 +4,6 @@ python tests/parity/check_adapters.py                    all families with exper
 python tests/parity/check_adapters.py gpt_oss qwen3_moe  those that are named
 """
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 import functools
@@ -72,10 +70,8 @@ def check(family: str, targets: tuple[str, ...], folder: Path) -> None:
         expected, found = models["merged"](tokens).logits, adapted(tokens).logits
         with adapted.disable_adapter():
             without = adapted(tokens).logits
-    error = float((found - expected).abs().max())
-    print(
-        f"{family} {' '.join(targets)}: {error:.1e} of {float((without - expected).abs().max()):.1f}"
-    )
+    error, size = (float((x - expected).abs().max()) for x in (found, without))
+    print(f"{family} {' '.join(targets)}: {error:.1e} of {size:.1f}")
     # The files have float32.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
