@@ -64,9 +64,6 @@ def read_command_line(arguments: list[str]) -> tuple[Path, TrainConfig, Command[
     """The run, its config, and what is asked of it.
 
     On a mistake in the flags, prints a message and exits with status 2.
-
-    Raises:
-        ValueError: if the folder is not that of a run.
     """
     if not arguments or arguments[0].startswith("-"):
         if {"-h", "--help"} & set(arguments):

@@ -55,18 +55,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     """Trains, evaluates and samples as a config says; resumes the run if its folder holds one.
 
     Args:
-        config: the run.
         distributed: the processes that share the run; only this process by default. If one of them
             fails, all end at once, with status 1.
-
-    Raises:
-        ValueError: if mesh, data, model or the run in the folder do not fit each other.
-        OSError: if the run folder or the data cannot be used.
-        FloatingPointError: if a loss or a gradient is not finite and `non_finite` is "stop", or in
-            too many steps in a row.
-        CheckpointError: if a checkpoint cannot be saved or read.
-        RuntimeError: if another program trains in the run folder, or processes do not meet.
-        ImportError: if a package is missing that the settings need.
     """
     # Modules that import jax are imported here: `--help` and a mistyped flag must be fast.
     import jax

@@ -44,15 +44,7 @@ class Scheme:
 
 
 def read_scheme(text: str, num_devices: int) -> Scheme:
-    """Reads the name of a scheme, or its degrees.
-
-    Args:
-        text: the name: see `HELP`.
-        num_devices: number of devices that share a sequence.
-
-    Raises:
-        ValueError: if there is no such scheme, or none for so many devices.
-    """
+    """Reads the name of a scheme, or its degrees."""
     base, colon, words = text.partition(":")
     options = _read_pairs("Options of a scheme", words, OPTIONS) if colon else {}
     if "=" in base:

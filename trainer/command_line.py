@@ -40,10 +40,7 @@ def parse(
     """Reads flags; on a mistake, prints a message and exits with status 2.
 
     Args:
-        arguments: the command line, without the words before the flags.
         default: the settings that apply where there is no flag.
-        prog: name of the program and the words before the flags, for `--help`.
-        description: text for `--help`.
     """
     kind: Any = Command[type(default)]
     registry = ConstructorRegistry()
@@ -110,12 +107,7 @@ def _in_boxes(info: StructTypeInfo) -> StructConstructorSpec | None:
 def parse_run(
     task: Any, arguments: list[str], *, default: Settings, prog: str, description: str | None
 ) -> Command[Settings]:
-    """Reads the flags of a run; on a mistake, prints a message and exits with status 2.
-
-    Args:
-        task: `trainer.task.Task` of the run, which knows what follows from flags.
-        arguments: as for `parse`, and so are the others.
-    """
+    """Reads the flags of a run; on a mistake, prints a message and exits with status 2."""
     flag = partial(flag_of, arguments)
     default = task.before_flags(default, flag)
     command = parse(arguments, default=default, prog=prog, description=description)

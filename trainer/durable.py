@@ -21,10 +21,6 @@ def flush_files(folder: Path, process: int) -> None:
 
     Files and folders whose name ends in the number of a process, such as `process_3`, are its own.
     All others belong to process 0.
-
-    Args:
-        folder: a checkpoint, which all processes have written.
-        process: number of this process.
     """
     paths = [Path(path, name) for path, _, files in os.walk(folder) for name in (*files, ".")]
 

@@ -63,7 +63,6 @@ class Loop:
         """Prepares the loop; `begin` makes its state.
 
         Args:
-            program, feed, checkpoints, report: those of the run.
             interrupted: tells whether to stop after a step; see `trainer.run.interruption`.
             initial: the weights with which the run begins; None for random ones.
         """
@@ -103,11 +102,6 @@ class Loop:
 
         Returns:
             The number of steps that are done.
-
-        Raises:
-            CheckpointError: if the checkpoint cannot be read, or the disk has too little space.
-            ValueError: if the checkpoint does not fit the model or the data, or all steps of
-                `config.profile` are done.
         """
         config, program, report = self.config, self._program, self.report
         self.checkpoints.check_space(program.state_shapes.changing)
@@ -189,11 +183,7 @@ class Loop:
         return program.begin_with(self._initial.read(program.state_shapes.base))
 
     def step(self, step: int) -> None:
-        """Trains on the next batch.
-
-        Raises:
-            ValueError: if the data cannot be read. The steps before are saved first.
-        """
+        """Trains on the next batch."""
         try:
             batch = self._feed.next()
         except Exception:
@@ -226,10 +216,6 @@ class Loop:
         Args:
             all_steps: whether to wait for the last step too.
             measured: other metrics, which are reported with those of the last step.
-
-        Raises:
-            FloatingPointError: if a loss or gradient is not finite and `non_finite` is "stop", or
-                in too many steps in a row.
         """
         while len(self._unread) > (0 if all_steps else self._ahead):
             step = self._unread.popleft()
@@ -267,9 +253,6 @@ class Loop:
         """Saves the state and the settings; returns before the files are complete.
 
         The weights are finite, since no step takes an update that is not.
-
-        Raises:
-            CheckpointError: if an earlier save has failed.
         """
         self.read_metrics(all_steps=True)
         self.save_settings()

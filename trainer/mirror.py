@@ -37,13 +37,7 @@ class Mirror:
     """
 
     def __init__(self, url: str | None, run_dir: Path, *, keep: int) -> None:
-        """Opens the store of a run, for some number of copies; nothing is written.
-
-        Raises:
-            ValueError: if that folder of the store holds something else.
-            OSError: if the store cannot be read, or its package is missing.
-            RuntimeError: if it holds another run than the folder of the run.
-        """
+        """Opens the store of a run, for some number of copies; nothing is written."""
         self._url, self._run_dir, self._keep = url, run_dir, keep
         self._newest = self._copied = self._copying = 0
         self._threads, self._last = ThreadPoolExecutor(1, "mirror"), Future[None]()

@@ -57,15 +57,7 @@ class Planner:
     """Gives its model, its loss, and the lengths of its documents."""
 
     def choose(self, devices: Sequence[Any]) -> PlannedMesh:
-        """Measures the devices, and chooses.
-
-        Args:
-            devices: those of all processes.
-
-        Raises:
-            ValueError: if no mesh of so many devices suits the run, or its optimizer is Muon.
-            OSError: if the data of a run on whole documents cannot be read.
-        """
+        """Measures the devices, and chooses."""
         config = self.config
         if config.optimizer.kind == "muon":
             raise InputError(
@@ -112,16 +104,10 @@ class Planner:
         Inside one node of known GPUs, it is the fastest by their data sheet. There, kernels and the
         memory decide how long a step takes, rather than bytes.
 
-        Args:
-            devices: those of all processes.
-
         Returns:
             The fastest mesh, or that of the fewest bytes if no mesh of the run is predicted to fit
             the memory. None if nothing is predicted: where `data_sheet_cluster` finds no cluster,
             and for one device, whole documents, Muon, or a given degree of team, group or ring.
-
-        Raises:
-            ValueError: if no mesh has so many devices.
         """
         config, mesh = self.config, self.config.mesh
         if config.whole_documents or config.optimizer.kind == "muon" or len(devices) == 1:
@@ -160,32 +146,17 @@ class Planner:
         """The meshes with the fastest predictions that the run can have, the fastest first.
 
         Args:
-            cluster: the devices.
-            count: number of meshes.
             limit: bytes that a step may take on a device; None for jax's share of its memory.
 
         Returns:
             Predictions, whose `memory_bytes` are by the run's own sizes.
-
-        Raises:
-            ValueError: if there is none.
         """
         return self._found(cluster, count, limit, lambda mesh: mesh)[1]
 
     def document_forecasts(
         self, cluster: Cluster, lengths: np.ndarray, count: int, limit: int | None = None
     ) -> list[DocumentForecast]:
-        """The same for whole documents: a mesh for each number of devices that share a row.
-
-        Args:
-            cluster: as for `forecasts`.
-            lengths: tokens of documents.
-            count: as for `forecasts`.
-            limit: as for `forecasts`.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """The same for whole documents: a mesh for each number of devices that share a row."""
         config = self.config
         visible = visible_shares(lengths, config.num_tokens, config.batch_size)
         candidates, meshes = self._found(

@@ -279,12 +279,8 @@ def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]
     kept. Every process contributes the same number of devices, the first of its own.
 
     Args:
-        count: number of devices of all processes together.
         processes: number of processes that share the simulated devices. None if that is not known
             before jax is used: each process then has the number already set, or one.
-
-    Raises:
-        ValueError: if there are fewer than `count` devices, or the processes cannot share them.
     """
     if count is not None and processes is not None:
         _share(count, processes)
@@ -328,9 +324,7 @@ def unused_gpus(platform: str, wanted: str | None, folder: Path = Path("/dev")) 
     """A line for the log if the machine has NVIDIA GPUs, but jax computes on the CPU.
 
     Args:
-        platform: platform of the devices that jax has found.
         wanted: the platforms that jax may use, by its option `jax_platforms`; None for all.
-        folder: where the device files of the GPUs are.
     """
     gpus = len(list(folder.glob("nvidia[0-9]*")))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

@@ -83,11 +83,8 @@ def joined(
     Call it before jax is used. If one process fails, all of them end with status 1.
 
     Args:
-        distributed: the processes.
-        settings: a dataclass of what the command line says, with the fields `devices` and `mesh`.
         kind: what the settings are, for the comparison of the processes. Paths may differ, since
             other machines have other folders, and so may `allow_changes`.
-        call: what an attention of the model is called with: `TrainConfig.attention_call`.
         folder: the run folder, where the processes find the degrees that the run had when it
             trained last, and each other's errors.
         adapts: whether to use all devices, with default degrees, if the devices and degrees of the
@@ -95,11 +92,6 @@ def joined(
         plan: chooses the mesh of a run that has none yet. Without it, and where it makes no
             choice, the fewest bytes decide.
         prepare: completes the run folder, in the first process while the others wait.
-        saves_at_sigterm: see `trainer.processes.together`.
-
-    Raises:
-        ValueError: if the settings do not fit the devices.
-        RuntimeError: if the processes do not find each other, or have different settings.
     """
     with together(distributed, folder, saves_at_sigterm=saves_at_sigterm):
         processes = distributed.known_processes

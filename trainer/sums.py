@@ -20,11 +20,7 @@ def sha256_of(file: Path, advance: Callable[[int], object] = lambda size: None) 
     """The SHA-256 of the content of a file, in hexadecimal digits.
 
     Args:
-        file: the file.
         advance: is told the size of each part that was read, in bytes.
-
-    Raises:
-        OSError: if the file cannot be read.
     """
     digest = hashlib.sha256()
     with file.open("rb") as opened:
@@ -53,16 +49,10 @@ def check_sums(
     """Reads all files of a folder, and compares them with what `write_sums` noted.
 
     Args:
-        folder: the folder.
-        way_out: what a user can do if they differ, for the error.
         advance: is told the size of each part that was read, in bytes.
 
     Returns:
         The checksums by the names of the files.
-
-    Raises:
-        ValueError: if a file is damaged or missing, or the checksums are damaged.
-        OSError: if a file cannot be read.
     """
     file = folder / SUMS_FILE  # The errors name it.
     must = "Files with checksums must be as they were written; got"

@@ -32,12 +32,7 @@ def pretrained(folder: Path) -> TrainConfig:
 
 
 def load_train_config(path: Path) -> TrainConfig:
-    """Reads the config.json of a run of any kind.
-
-    Raises:
-        ValueError: if the file is not JSON, names an unknown kind, or a setting is missing, unknown
-            or of a wrong type.
-    """
+    """Reads the config.json of a run of any kind."""
     kind = read_kind(path)
     if kind not in TASKS:
         raise InputError(

@@ -58,7 +58,6 @@ class Place:
         """Bytes that the busiest node receives; NaN if an algorithm is not known.
 
         Args:
-            degrees, order: those of the mesh.
             sent: the messages, given the algorithms of collectives: of NCCL, or of gloo, over which
                 CPUs talk.
         """
@@ -118,11 +117,7 @@ class AttentionCalls:
         return default_order(degrees, nodes, self._call(scheme))
 
     def prepare(self, scheme: Scheme) -> Timed:
-        """Compiles the program of a scheme, and compares its results with the reference.
-
-        Raises:
-            ValueError: if the scheme does not serve these sizes.
-        """
+        """Compiles the program of a scheme, and compares its results with the reference."""
         call, order = self._call(scheme), self.order(scheme)
         traffic = st.communication(scheme.degrees, **call).total
         mesh = self.place.mesh(scheme.degrees, order)
@@ -139,7 +134,6 @@ class AttentionCalls:
         error, tolerance = self._error(attention, program(*arrays))
         return Timed(
             name=scheme.name,
-            what="forward + backward",
             run=lambda: jax.block_until_ready(program(*arrays)),
             expected=self.place.received(
                 scheme.degrees, order, partial(messages, scheme.degrees, traffic.transfers)

@@ -18,8 +18,6 @@ class Timed:
 
     name: str
     """Its row in the table."""
-    what: str
-    """Which pass or step it is."""
     run: Callable[[], Any]
     """Runs it; returns when this process is done."""
     expected: float
@@ -54,19 +52,14 @@ s         median over the rounds of the time of the slowest process
 spread    longest minus shortest round, over the median
 x first   time of the first row over that of this one
 port MB   bytes that the busiest node receives by st.communication, with the algorithms of NCCL, or
-          of gloo on CPUs; for a training step, by the collectives of the compiled program
-error     largest difference from dense float64 attention, relative to the largest value; for a
-          training step, difference of the first loss from that of the first row"""
+          of gloo on CPUs
+error     largest difference from dense float64 attention, relative to the largest value"""
 
 
 def table(rows: Sequence[Timed]) -> str:
-    """The table of some rows, pass by pass."""
-    lines: list[str] = []
-    for what in dict.fromkeys(row.what for row in rows):
-        chosen = [row for row in rows if row.what == what]
-        yardstick = statistics.median(chosen[0].seconds)
-        lines += ["", what, HEADER, *(row.line(yardstick) for row in chosen)]
-    return "\n".join([*lines, LEGEND])
+    """The table of some rows, of which the first is the yardstick."""
+    yardstick = statistics.median(rows[0].seconds)
+    return "\n".join(["", HEADER, *(row.line(yardstick) for row in rows), LEGEND])
 
 
 def run_rounds(timed: Sequence[Timed], rounds: int) -> None:

@@ -1,9 +1,8 @@
-"""Times schemes on the GPUs of a cluster, as attention or as training steps.
+"""Times the attention of schemes on the GPUs of a cluster; train.py times its steps itself.
 
     python benchmarks/cluster/run.py                             # the devices of this machine
     srun python benchmarks/cluster/run.py --distributed          # those of all processes
     python benchmarks/cluster/run.py --schemes ring startrail-2 team-4:gradient_dtype=bfloat16
-    python benchmarks/cluster/run.py --train gpt dit --schemes ring team-4
 
 With --distributed, each process of a cluster runs the same command, as with train.py
 (`docs/cluster.md`). All rows are compiled, compared with dense attention in float64 where that is
@@ -43,8 +42,7 @@ def measure(settings: ClusterSettings) -> int:
     import jax
 
     from benchmarks.cluster.attention import AttentionCalls
-    from benchmarks.cluster.rounds import Timed, run_rounds, table
-    from benchmarks.cluster.training import TrainingSteps
+    from benchmarks.cluster.rounds import run_rounds, table
 
     say = print if jax.process_index() == 0 else lambda _: None
     place = find_place()
@@ -58,13 +56,8 @@ def measure(settings: ClusterSettings) -> int:
         + ("" if settings.window is None else f", window {settings.window}")
         + f"; jax {jax.__version__}, {os.cpu_count()} cores"
     )
-    timed: list[Timed] = []
-    for kind in settings.train or (None,):
-        own = settings if kind is None else settings.of_model(kind)
-        calls: Any = AttentionCalls(own, place)
-        if kind is not None:
-            calls = TrainingSteps(kind, own, calls)
-        timed += [calls.prepare(scheme) for scheme in own.read_schemes(place.nodes, platform)]
+    calls = AttentionCalls(settings, place)
+    timed = [calls.prepare(scheme) for scheme in settings.read_schemes(place.nodes, platform)]
     say(f"{len(timed)} programs are compiled and checked; timing")
     run_rounds(timed, settings.rounds)
     say(table(timed))
@@ -72,11 +65,7 @@ def measure(settings: ClusterSettings) -> int:
 
 
 def find_place() -> Any:
-    """The devices of all processes, node by node.
-
-    Raises:
-        ValueError: if nodes have different numbers of devices.
-    """
+    """The devices of all processes, node by node."""
     import jax
 
     from benchmarks.cluster.attention import Place

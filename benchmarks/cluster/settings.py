@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,8 +12,6 @@ from startrail_jax.tokens.layout import Layout
 from trainer.config import MeshConfig, check_minimum
 from trainer.parallel.degrees import choose_degrees
 
-LOCAL_LAYERS = 5
-"""Layers with a window before one without, as in Gemma 3."""
 TRAIN_DEFAULT = "train-default"
 
 
@@ -25,9 +22,6 @@ class ClusterSettings:
     schemes: tuple[str, ...] = ("ring", TRAIN_DEFAULT)
     """What to time, such as "ring", "startrail-2", "team-4" or "group=2,ring=4,team=2", or
     "train-default", which train.py takes without flags; the first is compared with the others."""
-    train: tuple[Literal["gpt", "dit"], ...] = ()
-    """Models of which a training step is timed instead of attention, forward and backward."""
-
     batch_size: int = 1
     """Number of sequences."""
     seq_len: int = 1024
@@ -38,20 +32,18 @@ class ClusterSettings:
     """Number of key heads. The default is as many as query heads."""
     head_dim: int = 64
     """Number of channels of a head."""
-    layers: int = 2
-    """Number of layers of the models of `train`, whose width is heads * head_dim."""
     causal: bool = True
-    """Whether attention is causal. The GPT always is, the DiT never."""
+    """Whether attention is causal."""
     window: int | None = None
-    """Number of keys that a query sees, its own included: of causal attention, or in five of six
-    layers of the GPT. The default is all earlier ones."""
+    """Number of keys that a query sees, its own included, if attention is causal. The default is
+    all earlier ones."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of attention, or of the activations of the models."""
+    """Data type of attention."""
     rounds: int = 3
     """Number of rounds; each times all rows once, in turn."""
 
     def __post_init__(self) -> None:
-        sizes = ("batch_size", "seq_len", "heads", "head_dim", "layers")
+        sizes = ("batch_size", "seq_len", "heads", "head_dim")
         for name in (*sizes, "kv_heads", "window", "rounds"):
             if getattr(self, name) is not None:
                 check_minimum(name, getattr(self, name), 1)
@@ -80,30 +72,14 @@ class ClusterSettings:
         call = {name: getattr(self, name) for name in names} | {"kv_heads": self.num_kv_heads}
         if self.window is None:
             return call
-        windows = {self.window: LOCAL_LAYERS, None: 1} if self.train else {self.window: 1}
-        return call | {"seq_len": self.seq_len, "windows": windows}
-
-    def of_model(self, kind: str) -> ClusterSettings:
-        """These settings with the mask and the key heads of a kind of model."""
-        if kind == "gpt":
-            return dataclasses.replace(self, causal=True)
-        return dataclasses.replace(self, causal=False, kv_heads=None)
+        return call | {"seq_len": self.seq_len, "windows": {self.window: 1}}
 
     def check_length(self, num_devices: int) -> None:
         """Raises a ValueError unless so many devices divide the sequence in the order of tokens."""
-        for own in [self.of_model(kind) for kind in self.train] or [self]:
-            Layout(own.layout, num_devices).check_length(self.seq_len, "--seq-len")
+        Layout(self.layout, num_devices).check_length(self.seq_len, "--seq-len")
 
     def read_schemes(self, nodes: Sequence[int], platform: str = "cpu") -> list[Scheme]:
-        """The schemes that are named.
-
-        Args:
-            nodes: the node of each device.
-            platform: platform of the devices.
-
-        Raises:
-            ValueError: as `read_scheme`.
-        """
+        """The schemes that are named."""
         default = choose_degrees(
             MeshConfig(), len(nodes), self.call, nodes=nodes, platform=platform
         )

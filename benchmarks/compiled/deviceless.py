@@ -52,12 +52,7 @@ def gpu_topology(target: str, num_devices: int) -> Any:
     `jax.config.update("jax_platforms", "cpu")` before anything else.
 
     Args:
-        target: one of `target_names()`.
         num_devices: up to `DEVICES_PER_HOST`, or a multiple of it.
-
-    Raises:
-        ModuleNotFoundError: if no plugin for CUDA is installed.
-        ValueError: if the target is not known or does not come in that number.
     """
     if target not in target_names():
         raise ValueError(

@@ -186,17 +186,7 @@ def _line(
 
 
 def read_roofline(text: str, gpu: Gpu) -> Roofline:
-    """The roofline of a compiled program on a GPU.
-
-    Args:
-        text: the whole text of the optimised, scheduled program, `compiled.as_text()`.
-        gpu: the rates: of its memory, of matrices and attention, and of links inside a node.
-
-    Raises:
-        ValueError: if a loop with collectives has no known trip count, or if the text is not HLO.
-        NotImplementedError: if a collective does not end in the computation in which it starts, or
-            is of another kind or form.
-    """
+    """The roofline of a compiled program on a GPU."""
     player = _Player(parse_module(text), gpu)
     player.play(player.module.entry, 1.0)
     return Roofline(

@@ -209,11 +209,8 @@ def at_once(
     `jax.vmap` over named axes serves the same collectives as a mesh.
 
     Args:
-        degrees: of the mesh, with a head degree of 1.
-        device_mesh: a mesh of the device.
         q, k, v, dout: the whole sequence, in natural order.
         ids: segment ids, or None.
-        options: of `Attention`.
     """
     sizes = tuple(getattr(degrees, role) for role in ROLES)
     mesh = AbstractMesh(sizes, ROLES, axis_types=(AxisType.Explicit,) * len(ROLES))

@@ -105,7 +105,6 @@ def time_in_turn(programs: Sequence[Program], samples: int, seconds: float) -> N
     """Takes samples of all programs in turn, so that all of them meet the device in the same state.
 
     Args:
-        samples: of each program.
         seconds: to spend; fewer samples are taken if need be, but one at least.
     """
     for program in programs:

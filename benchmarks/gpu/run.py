@@ -1,6 +1,6 @@
-"""The first ten minutes on one GPU: is the attention right, how fast is it, and how fast is a step?
+"""The first minutes on one GPU: is the attention right, and how fast is it?
 
-    python benchmarks/gpu/run.py                          # 8 minutes, one NVIDIA GPU
+    python benchmarks/gpu/run.py                          # 6 minutes, one NVIDIA GPU
     python benchmarks/gpu/run.py --minutes 4
 
 Part 1, errors, compares the block backends, forward and backward, with float32 attention at highest
@@ -20,10 +20,6 @@ Part 2, speed, gives medians of samples that are taken in turn, in bfloat16, on 
                 likewise
     x (a)       TFLOP/s over those of (a)
     GiB         arguments, results and temporaries, as compiled
-
-Part 3 times training steps of train.py (four layers of Llama 3 8B, 32K tokens, random data) and
-gives the model FLOPs utilisation: FLOPs of the model, without those that are recomputed, over time
-and the peak of the GPU.
 
 Rows come in the order of their importance until the time is up.
 """
@@ -45,11 +41,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 import startrail_jax as st
-from benchmarks.gpu import errors, speed, step
+from benchmarks.gpu import errors, speed
 from benchmarks.gpu.report import Report
 
-ERRORS_SHARE, STEP_MINUTES = 0.45, 2.0
-"""Share of the time that part 1 may take, and minutes that part 2 leaves for part 3."""
+ERRORS_SHARE = 0.6
+"""Share of the time that part 1 may take."""
 
 PACKAGES = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13",
             "nvidia-cudnn-cu12", "fa4-jax")  # fmt: skip
@@ -68,9 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     header(report, device)
     report.deadline = start + ERRORS_SHARE * 60 * args.minutes
     right = errors.measure(report)
-    report.deadline = start + 60 * (args.minutes - STEP_MINUTES)
+    report.deadline = start + 60 * (args.minutes)
     speed.measure(report)
-    step.measure(report)
     print(f"{time.monotonic() - start:.0f} s in all")
     return int(not right)
 
@@ -97,7 +92,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="for everything")
+    parser.add_argument("--minutes", type=float, default=6.0, help="for everything")
     parser.add_argument("--tiny", action="store_true", help="sizes and backends for a CPU")
     return parser.parse_args(argv)
 

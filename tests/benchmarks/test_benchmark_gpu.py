@@ -98,8 +98,6 @@ def test_tiny_run_reports_errors_and_speed(capsys):
     for line in fast:
         assert min(float(number) for number in line.split()[-4:-1]) > 0
     assert fast[0].split()[-2] == "1.000"
-    # The peak of a CPU is not known.
-    assert any(re.match(r"step: 4 layers .* TFLOP/s, MFU -", line) for line in printed)
 
 
 @pytest.mark.slow
@@ -113,17 +111,14 @@ def test_wrong_or_failing_rows_are_reported_and_the_rest_goes_on(capsys, monkeyp
     broken_or_wrong = iter([broken, wrong, right])
     monkeypatch.setattr(errors, "ours", lambda *args: next(broken_or_wrong)(*args))
     monkeypatch.setattr(speed, "measure", lambda report: None)
-    monkeypatch.setattr(gpu.step, "time_steps", broken)
     assert gpu.main(["--tiny"]) == 1
     printed = capsys.readouterr().out
     assert re.search("window.*NotImplementedError: no kernel  FAIL", printed)
     assert re.search("packed.*FAIL", printed)
     assert re.search("at once.*PASS", printed)
-    assert re.search("step: .*NotImplementedError: no kernel", printed)
 
 
-def test_rows_for_which_there_is_no_time_are_listed(capsys, monkeypatch):
-    monkeypatch.setattr(gpu.step, "measure", lambda report: None)
+def test_rows_for_which_there_is_no_time_are_listed(capsys):
     assert gpu.main(["--tiny", "--minutes", "0"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("left out, as the time was up:") == len(errors.TINY_CHECKS) + 1

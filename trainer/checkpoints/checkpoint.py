@@ -73,7 +73,6 @@ class Checkpoints:
         """Opens or makes `folder`, and removes unfinished checkpoints that a killed run left.
 
         Args:
-            folder: the folder of the checkpoints, which all processes of a run share.
             keep: number of checkpoints to keep. The oldest is removed when a new one is whole.
             strict: whether `restore` refuses a damaged checkpoint, and does not use an older one.
             in_little_memory: shapes, types and shardings of what will be saved, if writing it
@@ -81,9 +80,6 @@ class Checkpoints:
             note: is told what the user must know, such as that a checkpoint is damaged.
             when_whole: is told the step of each new checkpoint, before older ones are removed.
             is_held: whether the checkpoint of a step must stay for now.
-
-        Raises:
-            OSError: if the folder cannot be written.
         """
         self._folder = folder.resolve()
         self._keep = keep
@@ -131,11 +127,7 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits for the save in progress.
-
-        Raises:
-            CheckpointError: if that save failed.
-        """
+        """Waits for the save in progress."""
         self.wait()
         if not self._failed:  # Otherwise closing would raise the same error again.
             self._checkpointer.close()
@@ -151,11 +143,7 @@ class Checkpoints:
         return max(self.steps, default=None)
 
     def begin_after(self) -> int:
-        """The step that a run goes on from, 0 at its beginning. All processes must call it.
-
-        Raises:
-            CheckpointError: if this process does not see the folder that process 0 sees.
-        """
+        """The step that a run goes on from, 0 at its beginning. All processes must call it."""
         step, is_first = self.latest or 0, jax.process_index() == 0
         number = secrets.randbits(31)
         if is_first:
@@ -182,10 +170,6 @@ class Checkpoints:
 
         Args:
             state: shapes and types of the state that will be saved.
-
-        Raises:
-            CheckpointError: if there is no room for `keep` checkpoints and one more, which is
-                written before the oldest is removed.
         """
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         missing = max(self._keep + 1 - len(self.steps), 1)
@@ -210,13 +194,7 @@ class Checkpoints:
         and does nothing if the step is saved already.
 
         Args:
-            step: number of steps that are done.
-            state: the training state, with any sharding.
             data_state: position in the data, as values of JSON; the same on all processes.
-            settings: the settings that the result depends on, as flags, to be kept beside it.
-
-        Raises:
-            CheckpointError: if the earlier save failed.
         """
         self.wait()
         if step in self.steps:
@@ -263,11 +241,7 @@ class Checkpoints:
                     durable.remove(self._path(step))
 
     def wait(self) -> None:
-        """Waits for the save in progress, if there is one.
-
-        Raises:
-            CheckpointError: if the save failed.
-        """
+        """Waits for the save in progress, if there is one."""
         if self._saving is None:
             return
         (step, saved), self._saving = self._saving, None
@@ -300,11 +274,6 @@ class Checkpoints:
 
         Returns:
             The state, a tree like `state`; and the position in the data.
-
-        Raises:
-            CheckpointError: if there is no checkpoint, none can be read, the newest is damaged and
-                `strict`, or that save failed.
-            ValueError: if it belongs to another model or optimizer, or to other settings.
         """
         self.wait()
         step, arrays, data, damaged = read_newest(
@@ -365,13 +334,7 @@ def save_frozen(folder: Path, shapes: Any, weights: Any, *, note: Callable[[str]
     long as the folder of the run is there, whatever becomes of the model that it began with.
 
     Args:
-        folder: a folder for them alone.
         shapes: shapes, types and shardings of the weights; None if there are none.
-        weights: the weights.
-        note: is told what the user must know.
-
-    Raises:
-        CheckpointError: if the disk has too little space, or the save fails.
     """
     if shapes is None:
         return

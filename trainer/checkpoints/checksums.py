@@ -57,11 +57,7 @@ class Checksums:
 
     @staticmethod
     def read(folder: Path) -> Checksums:
-        """Reads what `write` wrote.
-
-        Raises:
-            ValueError: if there is no file, or it is damaged.
-        """
+        """Reads what `write` wrote."""
         try:
             values = json.loads((folder / CHECKSUMS_FILE).read_text())
             if values.pop(DIGEST) != digest(_canonical(values)):

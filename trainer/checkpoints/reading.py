@@ -121,20 +121,11 @@ def read_newest(
         wanted: the arrays to read, with shardings; or a function that chooses them from a mapping
             of all names, and then the others are not read.
         owner: what the arrays must belong to, for the message.
-        settings: settings to compare with those that the checkpoint was saved with, as flags.
-        advice: what to do if the arrays or the settings are others.
-        otherwise: what to do if there is no whole one.
         step: the only step to read; None for any.
-        strict: whether the newest must be whole.
 
     Returns:
         Its step, its arrays by name in the order of `wanted`, the position in the data, and the
         newer ones that are damaged.
-
-    Raises:
-        CheckpointError: if there is no whole checkpoint, or the newest cannot be read although it
-            may be whole.
-        ValueError: if its arrays or its settings are others.
     """
     damaged: dict[int, DamagedError] = {}
     while left := [x for x in newest_first(folder) if x not in damaged and step in (None, x)]:
@@ -179,7 +170,6 @@ def restore_weights(
     It writes nothing and touches no unfinished checkpoint, so the run may still be training.
 
     Args:
-        folder: the folder of the checkpoints.
         weights: shapes, types and shardings to restore to.
         settings: settings that must be those that the checkpoint was saved with, as flags.
         step: the step of the checkpoint; None for the newest that is whole.
@@ -188,10 +178,6 @@ def restore_weights(
 
     Returns:
         A tree like `weights`; and the step at which it was saved.
-
-    Raises:
-        CheckpointError: if there is no whole checkpoint.
-        ValueError: if it belongs to another model, or to other settings.
     """
 
     def choose(saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -213,12 +199,7 @@ def restore_weights(
 
 
 def restore_frozen(folder: Path, shapes: Any, *, note: Callable[[str], object]) -> Any:
-    """Reads what `checkpoint.save_frozen` has saved. Arguments as there; None if there is nothing.
-
-    Raises:
-        CheckpointError: if the weights are gone or damaged.
-        ValueError: if they are of another model.
-    """
+    """Reads what `checkpoint.save_frozen` has saved; None if there is nothing."""
     if shapes is None:
         return None
     if not (folder / "0").is_dir():

@@ -68,14 +68,10 @@ class TrainingBatches(Iterator[Batch]):
         """Starts at the first batch; nothing is read yet.
 
         Args:
-            source: examples to train on.
             collate: makes rows of a batch from examples and their numbers. The example in row r of
                 batch k has the number k * batch_size + r, with r and k counted from 0.
-            batch_size: number of rows of a batch, on all hosts together.
-            seed: seed of the order.
             rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
             digest: hash of the content of the source, if it is known.
-            tokens: see `Dataset.tokens`.
             groups: number of the group of each example, if a batch has examples of one group: see
                 `GroupOrder`. The default is one group.
         """
@@ -118,12 +114,8 @@ class TrainingBatches(Iterator[Batch]):
         """Goes to a position, so that the next batch is the one that followed it.
 
         Args:
-            state: what `get_state` returned at that position.
             new_order: whether the data or their order may differ from those of `state`. If they
                 differ, they start at their first batch.
-
-        Raises:
-            ValueError: if the data or their order differ, so that some data would be used twice.
         """
         changed = changed_order(self._order, state)
         if goes_on(changed, new_order=new_order):
@@ -154,13 +146,7 @@ class GroupOrder:
     def __init__(
         self, groups: Int64[np.ndarray, " examples"], *, batch_size: int, seed: int
     ) -> None:
-        """Reads nothing.
-
-        Args:
-            groups: number of the group of each example.
-            batch_size: number of examples of a batch.
-            seed: seed of the order.
-        """
+        """Reads nothing."""
         self._batch_size, self._seed = batch_size, seed
         members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
         self._sizes = np.array([len(x) for x in members])
@@ -169,12 +155,7 @@ class GroupOrder:
         self._batches_of_epoch = functools.lru_cache(maxsize=2)(self._mixed)
 
     def numbers(self, step: int, rows: Sequence[int]) -> list[int]:
-        """The numbers of the examples in some rows of a batch.
-
-        Args:
-            step: number of the batch in the run.
-            rows: rows of the batch.
-        """
+        """The numbers of the examples in some rows of a batch."""
         most = step * self._batch_size // int(self._sizes.sum()) + 2
         epoch = bisect.bisect_right(range(most), step, key=lambda e: self._before(e).sum()) - 1
         place = step - self._before(epoch).sum()
@@ -207,13 +188,7 @@ class PartBatches(Iterator[PartBatch]):
     """
 
     def __init__(self, parts: Parts, data: Dataset, *, seed: int) -> None:
-        """Starts at the first batch.
-
-        Args:
-            parts: how batches are divided.
-            data: the data, with whole documents.
-            seed: seed of the order.
-        """
+        """Starts at the first batch."""
         assert data.documents is not None, "the task opens them where config.whole_documents"
         self._parts, self._documents = parts, data.documents
         self._stream = parts.stream(data.documents.lengths, seed=seed)
@@ -266,15 +241,7 @@ def changed_order(order: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
 
 
 def goes_on(changed: list[str], *, new_order: bool) -> bool:
-    """Whether batches go on at the position of a checkpoint, rather than begin anew.
-
-    Args:
-        changed: what differs from the data of the checkpoint.
-        new_order: whether something may.
-
-    Raises:
-        ValueError: if something differs that may not.
-    """
+    """Whether batches go on at the position of a checkpoint, rather than begin anew."""
     if changed and not new_order:
         raise InputError(
             f"A run must go on with the data with which it began; got {changed[0]}. Restore "
@@ -298,15 +265,8 @@ def validation_batches(
     If the source has fewer examples, each is there once. The last batch of a group is filled up.
 
     Args:
-        source: examples that were held out.
-        collate: as for `TrainingBatches`; the numbers start at 0 here too.
-        batch_size: number of rows of a batch, on all hosts together.
         count: number of examples, which is rounded up to whole batches.
         rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
-        groups: number of the group of each example, if a batch has examples of one group.
-
-    Raises:
-        ValueError: if an example cannot be read.
     """
     rows = range(batch_size) if rows is None else rows
     used = min(-(-min(count, len(source)) // batch_size) * batch_size, len(source))
@@ -339,15 +299,9 @@ class Feed(Generic[Batch]):
         """Reads the batches to evaluate with, and starts to read those to train on.
 
         Args:
-            data: the data of the run.
             sharding: sharding of an array [B T] of a batch of rows.
-            shape: (B, T), on all hosts together.
-            seed: seed of the order of the examples.
             num_held_out: number of examples to evaluate with, rounded up to whole batches.
             parts: how batches of whole documents are divided; None to train on batches of rows.
-
-        Raises:
-            ValueError: if an example cannot be read.
         """
         self._sharding = sharding
         self._batch_size = shape[0]
@@ -387,11 +341,7 @@ class Feed(Generic[Batch]):
             ]
 
     def next(self) -> Batch:
-        """The next batch to train on.
-
-        Raises:
-            ValueError: if an example cannot be read.
-        """
+        """The next batch to train on."""
         batch: Any = next(self._training)
         placed: Any = self._place(batch) if self._parts is None else self._parts.place(batch)
         return placed
@@ -440,7 +390,6 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ..
 
     Args:
         sharding: sharding of an array [B T] of the batch.
-        shape: (B, T), on all hosts together.
     """
     indices = sharding.addressable_devices_indices_map(shape).values()
     slices = [index[0] for index in indices if index is not None]
@@ -457,7 +406,6 @@ def place(
     """Copies a batch from the hosts to the devices.
 
     Args:
-        batch: rows of a batch on the host.
         sharding: sharding of arrays [B T].
         batch_size: number of rows of the batch, on all hosts together. The default is the number of
             rows of `batch`.

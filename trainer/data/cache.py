@@ -36,15 +36,10 @@ def filled_folder(
     Args:
         cache: folder of the cache; None for a folder that is there for the `with` block alone, but
             for its files that are mapped into memory.
-        key: what determines the content, as a hash.
         write: fills the folder, which is empty. If it fails or is killed, there is no folder.
 
     Yields:
         The folder, and the checksums of its files, by their names.
-
-    Raises:
-        OSError: if the cache cannot be written.
-        ValueError: if it is in an object store, or a file was damaged since it was written.
     """
 
     if cache is None:
@@ -68,11 +63,7 @@ def filled_folder(
 
 
 def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """A folder of a cache, which one process writes if there is none, while the others wait.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """A folder of a cache, which one process writes if there is none, while the others wait."""
     if folder.is_dir():
         return folder
     with storing(folder.parent, CACHE_OPTION):
@@ -99,16 +90,7 @@ def check_new(option: str, folder: Path) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], *, option: str) -> None:
-    """Fills a new folder, which appears only when it is whole and on the disk.
-
-    Args:
-        folder: where it is to appear.
-        write: fills the folder that it is given.
-        option: what names the folder on the command line, for errors.
-
-    Raises:
-        OSError: if the folder cannot be written.
-    """
+    """Fills a new folder, which appears only when it is whole and on the disk."""
     part = folder.with_name(_part_of(folder, secrets.token_hex(4)))
     try:
         with storing(folder.parent, option):
@@ -131,11 +113,7 @@ def _part_of(folder: Path, number: str) -> str:
 
 @contextmanager
 def storing(folder: Path, option: str) -> Iterator[None]:
-    """Turns an error of the operating system into an error for the user.
-
-    Raises:
-        OSError: if the body cannot write to the folder, which the option gives.
-    """
+    """Turns an error of the operating system into an error for the user."""
     try:
         yield
     except StorageError:

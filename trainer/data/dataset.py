@@ -58,10 +58,6 @@ class Documents(Protocol):
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> Any:
         """Rows of documents, one after another, and padding, in natural order.
 
-        Args:
-            rows: the numbers of the documents of each row.
-            length: tokens of a row, which hold its documents.
-
         Returns:
             A tree of arrays [rows, length, ...].
         """

@@ -57,11 +57,7 @@ class Record:
 
 
 def digest_files(files: Files) -> dict[str, str]:
-    """The SHA-256 of every file, by its key.
-
-    Raises:
-        ValueError: if a file cannot be read.
-    """
+    """The SHA-256 of every file, by its key."""
     digests = {}
     with reading(Path(files.name)):
         total = sum(path.stat().st_size for path in files.paths.values())
@@ -79,11 +75,7 @@ def read_documents(
 
     Args:
         files: of the kind "text" (a file is a document) or of `RECORD_KINDS` (a line or a row is).
-        text_key: the key or column with the text of a record.
         on_read: is told of every number of bytes of the files that are read.
-
-    Raises:
-        ValueError: if a file cannot be read or is not UTF-8, or a record has no text.
     """
     if files.kind in RECORD_KINDS:
         for record in read_records(files, on_read, columns=(text_key,)):
@@ -127,15 +119,9 @@ def read_records(
     """The objects in JSONL files, or the rows of tables, in order. Blank lines are skipped.
 
     Args:
-        files: of one of `RECORD_KINDS`.
         on_read: is told of every number of bytes of the files that are read.
         columns: the columns of tables that are needed; those that a table lacks are left out. None
             for all.
-        without: keys of records, or columns, that are left out.
-
-    Raises:
-        ImportError: if the package is missing that reads a table.
-        ValueError: if a file cannot be read or is not UTF-8, or a line is not a JSON object.
     """
     for key, path in files.paths.items():
         is_table = files.kind == "table"

@@ -76,10 +76,6 @@ def standard_library(folder: Path | None = None) -> Files:
 
     Args:
         folder: folder of the library; None to ask the interpreter.
-
-    Raises:
-        ValueError: if the folder has no source files; some interpreters keep their library in a zip
-            file.
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     keys: list[str] = []
@@ -108,15 +104,6 @@ def find_files(path: Path, option: str) -> Files:
     If a folder has files train.* and val.*, as nanoGPT writes them, these are the two parts of the
     data, and other files are left out. The suffix is one of `PART_SUFFIXES`; parts may be numbered.
     The splits of a folder of tables are its parts.
-
-    Args:
-        path: the file or folder.
-        option: the setting that names the path, for errors: "data.path".
-
-    Raises:
-        ImportError: if the package is missing that finds the splits of tables.
-        ValueError: if the path is missing, empty or unreadable, or the files are of several kinds
-            or of one that is not read.
     """
     with reading(path):
         if not os.path.lexists(path):
@@ -144,11 +131,7 @@ def find_files(path: Path, option: str) -> Files:
 
 
 def without(files: Files, others: Files) -> Files:
-    """The files that are not among others, for whatever names or links.
-
-    Raises:
-        ValueError: if none is left.
-    """
+    """The files that are not among others, for whatever names or links."""
     found = {os.path.realpath(path) for path in others.paths.values()}
     kept = {key: path for key, path in files.paths.items() if os.path.realpath(path) not in found}
     if not kept:
@@ -166,12 +149,7 @@ def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
     """The tokens of a .npy or .bin file, mapped into memory.
 
     Args:
-        path: the file.
         bin_dtype: data type of the tokens in a .bin file, little-endian.
-
-    Raises:
-        ValueError: if the file cannot be read, is empty or truncated, or is not a vector of
-            integers.
     """
     with reading(path):
         size = path.stat().st_size
@@ -226,10 +204,6 @@ def walk_files(folder: Path) -> Iterator[str]:
     """Relative paths of the files in a folder and its subfolders, without hidden ones.
 
     Links are followed.
-
-    Raises:
-        OSError: if a folder cannot be listed.
-        ValueError: if a link leads to a folder that was found already.
     """
 
     def refuse(error: OSError) -> None:
@@ -341,10 +315,6 @@ def holds_tokens(path: Path, option: str) -> bool:
 
     Args:
         path: a file or a folder. One that is gone has its own name alone.
-        option: the setting that names it, for errors: "data.path".
-
-    Raises:
-        ValueError: if it is gone and its name does not tell.
     """
     names = [path.name]
     if path.is_dir():

@@ -25,11 +25,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that belongs to a model or to a tokenizer.
-
-    Raises:
-        ValueError: if the file cannot be read or holds anything else.
-    """
+    """The object in a JSON file that belongs to a model or to a tokenizer."""
     with reading(path):
         content = path.read_bytes()
     try:

@@ -139,11 +139,6 @@ class Parts:
     ) -> PartBatch:
         """Reads the tokens of some devices.
 
-        Args:
-            documents: the documents.
-            parts: those of the batch.
-            places: numbers of the devices.
-
         Returns:
             The batch, with arrays [K places S ...] of these devices alone.
         """

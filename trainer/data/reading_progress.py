@@ -19,10 +19,6 @@ SECONDS_BETWEEN_LINES = 30.0
 def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how much of a number of bytes is read, on standard error.
 
-    Args:
-        what: what is done.
-        total: number of bytes.
-
     Yields:
         A function to call with each number of bytes that is read.
     """

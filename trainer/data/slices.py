@@ -53,9 +53,7 @@ class Slicer:
         """Starts before a document.
 
         Args:
-            encode: the tokens of a text.
             length: number of characters of a slice, unless it must be longer.
-            window: number of characters on each side of a cut that are compared.
         """
         self._encode = encode
         self._length = length

@@ -22,10 +22,6 @@ def parts_of_tables(folder: Path) -> tuple[list[Path], list[Path]]:
     """The files of a folder of tables that are trained on, and those that are held out.
 
     Splits are those that `datasets.load_dataset` or `load_from_disk` finds.
-
-    Raises:
-        ImportError: if the package datasets is missing.
-        ValueError: if the folder cannot be read, or has several splits and none is "train".
     """
     with _datasets(folder) as datasets:
         if any((folder / name).is_file() for name in SAVED):
@@ -52,13 +48,7 @@ def read_rows(
     """The rows of a file, in order, with their numbers from 1. Values that are null are left out.
 
     Args:
-        path: the file.
         columns: names of the columns to read; those that the file lacks are left out. None for all.
-        without: names of columns that are not read.
-
-    Raises:
-        ImportError: if the package datasets is missing.
-        ValueError: if the file cannot be read, or has none of the columns.
     """
     with _datasets(path) as datasets:
         kind = KIND_OF_SUFFIX[path.suffix.lower()]

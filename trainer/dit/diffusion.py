@@ -63,12 +63,8 @@ def draw_times(
     """Times to train at, in [0, 1].
 
     Args:
-        key: source of randomness.
         density: "uniform", or "logit_normal": the logistic function of a standard normal, which
             favours the middle.
-        shape: shape of the result.
-        shift: see `shifted`.
-        within: the least and the largest time, after the shift: others are never drawn.
     """
     # A shift by s is undone by one by 1 / s.
     low, high = (shifted(x, 1 / shift) for x in within)
@@ -97,9 +93,6 @@ def noised(
     """What the model is given at a time, and what it should predict.
 
     Args:
-        kind: kind of diffusion.
-        x0: data, of variance about 1.
-        noise: standard normal noise.
         time: time of each row, in [0, 1]; it is clipped for "v" and "eps".
 
     Returns:
@@ -124,9 +117,6 @@ def estimates(
     """The data and the noise that follow from a prediction: the inverse of `noised`.
 
     Args:
-        kind: kind of diffusion.
-        x_t: what the model was given.
-        prediction: what it predicted.
         time: time of each row, in [0, 1]; it is clipped as in `noised`.
 
     Returns:
@@ -145,8 +135,6 @@ def guided(predict_conditional: Predict, predict_unconditional: Predict, scale: 
     """Predictions with classifier-free guidance: u + scale * (c - u).
 
     Args:
-        predict_conditional: the prediction c for the class to draw.
-        predict_unconditional: the prediction u without a class.
         scale: 1 gives the conditional prediction, 0 the unconditional one. Above 1, samples are
             more typical of their class, and less varied.
     """
@@ -168,14 +156,7 @@ def sample(
     the last estimate of the data, at the smallest time, is the sample.
 
     Args:
-        kind: kind of diffusion that the model was trained for.
-        sampler: one of `SAMPLERS[kind]`.
-        predict: the model.
-        noise: standard normal noise.
         steps: number of steps. Each calls `predict` once, or twice with "heun".
-
-    Raises:
-        ValueError: if the sampler is not for this kind, or there are no steps.
     """
     if sampler not in SAMPLERS[kind]:
         raise InputError(

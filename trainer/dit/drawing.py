@@ -36,12 +36,8 @@ class Drawing:
         Args:
             program: program of a run of a diffusion transformer or a Wan. What is drawn is of its
                 `config.size`, and `config.batch_size` at a time.
-            sample: turns noise into data.
             guidance: 1 draws what the model has learnt. Above 1, what is drawn is more typical of
                 its class or caption, and each step evaluates the model twice.
-
-        Raises:
-            ValueError: if `sample` has an option that it does not take.
         """
         config: Any = program.config
         attention = program.attention
@@ -81,9 +77,6 @@ class Drawing:
 
         Returns:
             An iterator over latents, or over images with values of about -1 to 1.
-
-        Raises:
-            ValueError: if the seed is out of range.
         """
         config = self._config
         if not 0 <= seed < 2**32:
@@ -144,9 +137,6 @@ def save_grid(
 
     Args:
         images: at least one image with 1 or 3 channels; all have one shape.
-        file: an open file.
-        columns: number of images in a row.
-        scale: width and height of an image pixel, in pixels of the file.
     """
     # Imported here, since training does not need Pillow.
     from PIL import Image

@@ -86,15 +86,8 @@ class EncodeOptions:
 def encode(options: EncodeOptions) -> list[str]:
     """Encodes the videos that are not encoded yet.
 
-    Args:
-        options: what to encode.
-
     Returns:
         The errors of the videos that were left out.
-
-    Raises:
-        ValueError: if the folders cannot be used, or a video has no caption.
-        ImportError: if a package is missing.
     """
     from trainer.dit.wan.clips import CLIPS, ENCODED, read_lines
     from trainer.dit.wan.pipelines import TorchModels, digest_of

@@ -45,10 +45,7 @@ def euler(
     """Euler's method, as `FlowMatchEulerDiscreteScheduler` of diffusers.
 
     Args:
-        predict: the model.
-        noise: standard normal noise.
         steps: number of steps; each calls `predict` once.
-        shift: see `trainer.dit.diffusion.shifted`.
     """
     times = shifted(np.linspace(1, shifted(1 / TRAINED, shift), steps), shift)
     times = jnp.asarray(np.append(times, 0), jnp.float32)

@@ -60,17 +60,7 @@ class _Source:
 
 
 def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
-    """Opens what `config.data` names; by default, the handwritten digits of scikit-learn.
-
-    Args:
-        config: config of the run.
-        collate: see `Dataset`.
-
-    Raises:
-        ImportError: if the package that reads the data is missing.
-        ValueError: if the data cannot be read, are of another kind than their names say, do not fit
-            the model, or are fewer than two examples.
-    """
+    """Opens what `config.data` names; by default, the handwritten digits of scikit-learn."""
     path = config.data.path
     if path is None:
         source = _open_digits(config)

@@ -99,8 +99,6 @@ class Denoiser(Objective):
             patches: noisy patches, in the order of a contiguous layout: attention without a causal
                 mask uses that layout on every mesh.
             times: 0 is data, 1 is noise.
-            asked: what is to be drawn.
-            grid: the patches of each example.
         """
 
     def prepare(self, batch: Any, *, training: bool) -> Any:

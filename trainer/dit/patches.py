@@ -28,7 +28,6 @@ def patchify(
 
     Args:
         latent: video or image; an image has one frame.
-        patch: frames, height and width of a patch.
 
     Returns:
         The tokens in the order of frame, row and column. The P values of a token are in the order
@@ -44,8 +43,6 @@ def unpatchify(
 
     Args:
         patches: tokens in the order of `patchify`.
-        size: frames, height and width of the latent.
-        patch: frames, height and width of a patch.
     """
     frames, height, width = grid_of(size, patch)
     return rearrange(

@@ -35,19 +35,7 @@ LEAST_PIXELS = 64
 def sample_images(
     run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Session
 ) -> None:
-    """Draws images with the model of a run, and writes all of them to one file, a new one.
-
-    Args:
-        run_dir: folder of the run.
-        config: config of the run.
-        options: what to draw.
-        session: the mesh to draw on.
-
-    Raises:
-        ValueError: if options and run do not fit each other or the devices.
-        OSError: if the file cannot be written.
-        CheckpointError: if there is no checkpoint, or it cannot be read.
-    """
+    """Draws images with the model of a run, and writes all of them to one file, a new one."""
     labels = rows_of_grid(config, options)
     is_latent = config.data.holds_latents
     what = "latents, which are no pixels" if is_latent else "images"
@@ -101,9 +89,6 @@ def program_to_draw(
     """The program of a run on another mesh, to draw with.
 
     Args:
-        config: config of the run.
-        session: the mesh.
-        objective: config -> the objective of the run.
         rows: examples that are drawn at a time; rounded up to a multiple of the data degree.
     """
     attention = st.Attention(session.mesh, causal=False)
@@ -127,7 +112,6 @@ def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
     Args:
         path: the file. If it exists, it is kept, and name-2.suffix is written, or name-3.suffix and
             so on.
-        write: writes to the open file.
 
     Returns:
         The file that was written.
@@ -149,11 +133,7 @@ def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
 
 
 def rows_of_grid(config: DiTTrainConfig, options: ImageOptions) -> list[int]:
-    """Class of every image, row by row of the grid.
-
-    Raises:
-        ValueError: if the model does not know a class.
-    """
+    """Class of every image, row by row of the grid."""
     count = config.model.classes
     wrong = [label for label in options.classes or () if not 0 <= label < count]
     if wrong:
@@ -169,13 +149,8 @@ def file_to_write(run_dir: Path, wanted: Path | None, suffixes: tuple[str, ...],
     """The file to write, which is checked before anything is drawn.
 
     Args:
-        run_dir: folder of the run, for the default.
         wanted: what the user has asked for; None for the default.
         suffixes: how its name may end; the default ends in the first.
-        what: what is written.
-
-    Raises:
-        ValueError: if the name ends otherwise, or its folder does not exist.
     """
     out = wanted or run_dir / f"samples{suffixes[0]}"
     if out.suffix not in suffixes:

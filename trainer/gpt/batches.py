@@ -69,9 +69,6 @@ class Sequences:
         Args:
             streams: the tokens; no sequence crosses from one stream to the next.
             seq_len: T. A sequence has T + 1 tokens; the last of them also starts the next sequence.
-
-        Raises:
-            ValueError: if no stream has a token and the one after it.
         """
         self._streams = tuple(streams)
         self._seq_len = seq_len
@@ -99,11 +96,7 @@ class Sequences:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
-        """The T + 1 tokens of sequence `index`; `PADDING` after the last one of a short stream.
-
-        Raises:
-            ValueError: if one of its tokens is beyond the vocabulary.
-        """
+        """The T + 1 tokens of sequence `index`; `PADDING` after the last one of a short stream."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[which - 1]) if which else 0
         start = (index - first) * self._seq_len
@@ -124,7 +117,6 @@ def next_token_batch(
 
     Args:
         sequences: one for each row. After its last token, it may have `PADDING`.
-        layout: order of the tokens.
         end_of_document: the token that ends a document; None if every row is one.
         begins_too: whether it also begins each document. The last one of several in front of
             another token is then a beginning, and so is one with which a sequence begins.

@@ -68,11 +68,7 @@ class Stream:
         return len(self.tokens)
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " tokens"]:
-        """The tokens from `start` up to `stop`.
-
-        Raises:
-            ValueError: if one of them is beyond the vocabulary.
-        """
+        """The tokens from `start` up to `stop`."""
         tokens = self.tokens[start:stop]
         wrong = (tokens < 0) | (tokens >= self.vocab_size)
         if wrong.any():
@@ -113,15 +109,8 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
     """Opens what `config` names; by default, the source of the Python standard library.
 
     Args:
-        config: what to read.
-        vocab_size: number of token ids that the model knows.
         cache: folder for the tokens that a tokenizer makes of text, unless `config.cache` names
             one. The default is to keep them in memory.
-
-    Raises:
-        OSError: if tokens cannot be cached.
-        ValueError: if the data cannot be read, are of another kind than their names say, are beyond
-            the vocabulary, or leave nothing to train on or to hold out.
     """
     end = config.end_of_document
     if end is not None and end >= vocab_size:
@@ -140,12 +129,7 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
 
 
 def find_parts(config: DataConfig) -> tuple[Files, Files | None]:
-    """The files to train on, and those to hold out if they are files of their own.
-
-    Raises:
-        ValueError: if files are missing, are of different kinds or of one that is not read, or none
-            is left to train on.
-    """
+    """The files to train on, and those to hold out if they are files of their own."""
     path = config.path
     files = standard_library() if path is None else find_files(path, "data.path")
     if config.validation_path is None:

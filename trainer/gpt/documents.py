@@ -33,15 +33,7 @@ class TokenDocuments:
     them as a target: an array, or True for all."""
 
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> TokenBatch:
-        """Rows of documents and padding, in natural order.
-
-        Args:
-            rows: the numbers of the documents of each row.
-            length: tokens of a row.
-
-        Raises:
-            ValueError: if a token is beyond the vocabulary.
-        """
+        """Rows of documents and padding, in natural order."""
         shape = len(rows), length
         segment_ids = np.full(shape, PADDING, np.int32)
         batch = TokenBatch(
@@ -74,13 +66,8 @@ def text_documents(
     """The documents of streams of tokens, which one token ends.
 
     Args:
-        streams: the tokens.
         end_of_document: the token that ends a document; None if every stream is one.
-        longest: T.
         begins_too: whether that token also begins each document, as for `next_token_batch`.
-
-    Raises:
-        ValueError: if no document has a token and the one after it.
     """
     found = [
         _pieces(stream, number, _ends(stream, end_of_document, begins_too), longest)

@@ -137,29 +137,14 @@ def encode(text: Text, cache: Path | None) -> tuple[EncodedPart, EncodedPart]:
     """The tokens to train on and those held out.
 
     Args:
-        text: what to encode.
         cache: folder in which they are kept for later runs; None to keep them for this one.
-
-    Raises:
-        OSError: if they cannot be written.
-        ValueError: if text cannot be read or tokenised, one of the parts has none, or a cached file
-            was damaged.
     """
     with filled_folder(cache, text.key, lambda x: encode_to_folder(text, x)) as (folder, sums):
         return read_encoded(folder, sums)
 
 
 def encode_to_folder(text: Text, folder: Path) -> None:
-    """Writes the tokens to two files in an empty folder.
-
-    Args:
-        text: what to encode.
-        folder: where to.
-
-    Raises:
-        ValueError: as `encode`.
-        OSError: if the files cannot be written.
-    """
+    """Writes the tokens to two files in an empty folder."""
     tokenizer = text.tokenizer
     with (
         VectorWriter(folder / TRAIN_FILE, tokenizer.dtype) as train,
@@ -187,11 +172,7 @@ def read_encoded(
     """What `encode_to_folder` wrote, mapped into memory.
 
     Args:
-        folder: where it wrote.
         sums: the SHA-256 of each file, by its name, if it is known.
-
-    Raises:
-        ValueError: if the files were damaged since.
     """
     try:
         about = json.loads((folder / ABOUT_FILE).read_text())
@@ -330,11 +311,7 @@ def check_lengths(
     """Raises if there is nothing to train on, or nothing is held out.
 
     Args:
-        lengths: length of the part to train on and of that held out.
-        unit: what is counted.
-        files: the files to train on.
         validation: the files that are held out; None for a fraction of the others.
-        config: what is read.
     """
     for length, source in zip(lengths, (files, validation), strict=True):
         if source is not None and not (length if validation else sum(lengths)):

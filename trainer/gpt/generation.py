@@ -47,15 +47,10 @@ class Generator:
         """Prepares the functions; each is compiled when it is first called.
 
         Args:
-            config: the run whose model it is.
             attention: causal attention, on a mesh with the axes of `startrail_jax.make_mesh`.
-            sampling: how tokens are chosen.
             zero: ZeRO level of the weights that the generator is called with, over
                 `config.zero_axes`. At level 3 each layer gathers its weights for every token; at
                 levels 1 and 2 all are gathered once.
-
-        Raises:
-            ValueError: if the mesh does not divide the model.
         """
         mesh: Any = attention.mesh
         model = config.model
@@ -100,18 +95,12 @@ class Generator:
         """Continues all prompts at once.
 
         Args:
-            weights: weights of the model.
             prompts: token ids, at least one for each prompt; prompts may differ in length.
-            num_tokens: number of tokens to add to each prompt.
             end_of_document: the token after which a row ends; None if no token ends it.
-            stops: other tokens after which a row ends.
 
         Yields:
             The next token of each prompt, `num_tokens` times or until all rows have ended. It is
             None for a row that has ended, from the token on that ended it.
-
-        Raises:
-            ValueError: if a prompt is empty, or has a token that the model does not know.
         """
         for prompt in prompts:
             self.check_prompt(prompt)
@@ -169,11 +158,7 @@ class Generator:
         return -(-num_tokens // multiple) * multiple
 
     def check_prompt(self, prompt: Integer[np.ndarray, " length"]) -> None:
-        """Checks that the model can continue a prompt.
-
-        Raises:
-            ValueError: if it is empty, or has a token that the model does not know.
-        """
+        """Checks that the model can continue a prompt."""
         if not len(prompt):
             raise InputError(
                 "A prompt must have at least one token; got an empty one. Give the model something "

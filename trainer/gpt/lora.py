@@ -37,13 +37,7 @@ def peft_config(
     """The adapter_config.json of a run.
 
     Args:
-        config: config of the run.
         base: the model of the folder that it names; None if that is not known.
-        family: its `model_type`.
-        note: is told if the folder is gone.
-
-    Raises:
-        ValueError: if the model that the adapters belong to is that of no folder.
     """
     if config.init_from is None:
         raise InputError(
@@ -131,12 +125,6 @@ def peft_tensors(
 
     Where several weights are rows of one tensor, their adapters are one of the sum of their ranks.
     Those of experts are [experts * rank, inputs] and [outputs, rank * experts].
-
-    Args:
-        arrays: the weights of a model by their paths.
-        dtype: type of the tensors.
-        model: sizes of the model.
-        family: its `model_type`.
     """
     found = {}
     for part, table in tables(model, family).items():

@@ -36,18 +36,7 @@ from trainer.weights.adapters import restore_model
 def sample_text(
     run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Session
 ) -> None:
-    """Continues a prompt with the model of a run, and prints the text as it is generated.
-
-    Args:
-        run_dir: folder of the run.
-        config: config of the run.
-        options: what to draw.
-        session: the mesh to draw on.
-
-    Raises:
-        ValueError: if options, run and prompt do not fit each other or the devices.
-        CheckpointError: if there is no checkpoint, or it cannot be read.
-    """
+    """Continues a prompt with the model of a run, and prints the text as it is generated."""
     sampling = Sampling(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -82,17 +71,7 @@ def sample_text(
 def tokenizer_of_run(
     run_dir: Path, config: GPTTrainConfig, path: Path | None, *, note: Callable[[str], None]
 ) -> Tokenizer:
-    """The tokenizer that a sample of a run is drawn with.
-
-    Args:
-        run_dir: folder of the run.
-        config: config of the run.
-        path: a tokenizer.json; None for bytes, or for the ids of data that are tokens.
-        note: is told if the copy in the folder of the run is used.
-
-    Raises:
-        ValueError: if it cannot be used, or what the run has imported needs one.
-    """
+    """The tokenizer that a sample of a run is drawn with."""
     if copy := kept_tokenizer(path, config, run_dir):
         note(f"tokenizer: {copy}, as {path} is gone")
     data = dataclasses.replace(config.data, tokenizer=copy or path)
@@ -103,11 +82,7 @@ def tokenizer_of_run(
 
 
 def template_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) -> ChatTemplate:
-    """The chat template that a sample of a run is drawn with. Arguments as in `tokenizer_of_run`.
-
-    Raises:
-        ValueError: if there is none, or it cannot be read.
-    """
+    """The chat template that a sample of a run is drawn with."""
     tokenizer = kept_tokenizer(path, config, run_dir) or path
     template = tokenizer and ChatTemplate.find(tokenizer, config.data.chat_template)
     if not template:
@@ -123,13 +98,8 @@ def stops_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) -> tu
     """The tokens at which the pretrained model of a run stops elsewhere; none without one.
 
     Args:
-        run_dir: folder of the run.
-        config: config of the run.
         path: the tokenizer.json of the sample, if there is one. In that of another model, the ids
             are other tokens.
-
-    Raises:
-        ValueError: if what the run has kept of the model cannot be read.
     """
     if config.init_from is None:
         return ()
@@ -179,13 +149,7 @@ def prompt_tokens(
     Without a prompt, the program does not wait silently for standard input.
 
     Args:
-        tokenizer: the tokenizer of the run.
-        options: the prompt, if there is one.
-        session: to say so if there is none.
         template: makes a conversation of the prompt; None to continue it as it is.
-
-    Raises:
-        ValueError: if a prompt cannot be read or encoded.
     """
     given = options.prompt is not None or options.prompt_file is not None
     if given or sys.stdin is None or not sys.stdin.isatty():
@@ -242,9 +206,6 @@ def continue_text(
     """The start of the held-out data, and how the model continues it.
 
     Args:
-        program: `trainer.parallel.step.Program` of a run of a GPT.
-        weights: weights of its model.
-        corpus: the data of the run.
         interrupted: is called before every token, equally often on all processes; if it returns
             True, the text ends there.
 

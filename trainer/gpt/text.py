@@ -34,11 +34,7 @@ class IdTokenizer:
         self.end_of_document = end_of_document
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
-        """The ids in each document, which are separated by spaces.
-
-        Raises:
-            ValueError: if a word is not a whole number.
-        """
+        """The ids in each document, which are separated by spaces."""
         texts = ((document, document.text.split()) for document in documents)
         return [
             np.array([self._id(x, document) for x in text], np.int64) for document, text in texts
@@ -58,15 +54,7 @@ Tokenizer = ByteTokenizer | FileTokenizer | IdTokenizer
 
 
 def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
-    """The tokenizer of the data of a run; the data themselves may be gone.
-
-    Args:
-        config: the data of the run.
-        vocab_size: number of token ids that the model knows.
-
-    Raises:
-        ValueError: if the tokenizer cannot be used, or cannot be told from the config.
-    """
+    """The tokenizer of the data of a run; the data themselves may be gone."""
     path = config.path
     if config.tokenizer is None and path is not None and holds_tokens(path, "data.path"):
         return IdTokenizer(end_of_document=config.end_of_document)
@@ -74,11 +62,7 @@ def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Integer[np.ndarray, " tokens"]:
-    """The tokens of a prompt, without a token that ends the document.
-
-    Raises:
-        ValueError: if the tokenizer cannot encode the text, or the text is empty.
-    """
+    """The tokens of a prompt, without a token that ends the document."""
     if any(0xD800 <= ord(x) < 0xE000 for x in text):
         raise InputError(
             "The prompt must be text that can be written in UTF-8; got bytes that are not. Give it "

@@ -65,11 +65,6 @@ def tokenize(options: TokenizeOptions) -> str:
 
     Returns:
         The command that trains on it.
-
-    Raises:
-        OSError: if the folder cannot be written.
-        ValueError: if the folder exists or is in an object store, or the text cannot be read or
-            tokenised.
     """
     check_new("OUT", options.out)
     config = DataConfig(

@@ -51,10 +51,6 @@ class ByteTokenizer:
         Args:
             end_of_document: token that ends a document; None for the byte 0. It may be 256 or more
                 if the vocabulary is large enough.
-            vocab_size: number of token ids that the model knows.
-
-        Raises:
-            ValueError: if a byte may be beyond the vocabulary.
         """
         self.end_of_document = NUL if end_of_document is None else end_of_document
         if vocab_size < 256:
@@ -71,11 +67,7 @@ class ByteTokenizer:
         return max(self.end_of_document, 255) + 1
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
-        """Tokens of each document or part of one, with the one that ends the document.
-
-        Raises:
-            ValueError: if a document contains the byte that ends documents, and so is not text.
-        """
+        """Tokens of each document or part of one, with the one that ends the document."""
         end = self.end_of_document
         encoded = []
         for document in documents:
@@ -127,15 +119,9 @@ class FileTokenizer:
         """Reads the file.
 
         Args:
-            path: a tokenizer.json; see `load_tokenizer`.
             end_of_document: token that ends a document; None for the first of
                 `END_OF_DOCUMENT_NAMES` in the vocabulary.
             begin_of_document: token that is put in front of every document; None for none.
-            vocab_size: number of token ids that the model knows.
-
-        Raises:
-            ValueError: if the file cannot be used, or none of its tokens is known to end a
-                document.
         """
         self._path = path
         self._vocab_size = vocab_size
@@ -173,11 +159,7 @@ class FileTokenizer:
         return self._tokenizer.id_to_token(token) or str(token)
 
     def encode(self, documents: Sequence[Document]) -> list[Integer[np.ndarray, " tokens"]]:
-        """Tokens of each document or part of one, with the one that ends the document.
-
-        Raises:
-            ValueError: if a token is beyond the vocabulary of the model.
-        """
+        """Tokens of each document or part of one, with the one that ends the document."""
         texts = [document.context + document.text for document in documents]
         with _library_errors(self._path, OTHER_FILE):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -197,14 +179,8 @@ class FileTokenizer:
         A token counts if any of its characters is in a part that counts; so does the token at the
         end.
 
-        Args:
-            examples: documents, of which some parts count.
-
         Returns:
             For each example its tokens, and whether each one counts.
-
-        Raises:
-            ValueError: if a token is beyond the vocabulary of the model.
         """
         texts, tokenizer = [example.text for example in examples], self._tokenizer
         # Some post-processors take spaces away from the offsets; they change no token here.
@@ -253,15 +229,7 @@ class FileTokenizer:
 
 
 def text_tokenizer(config: DataConfig, *, vocab_size: int) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of data that are text.
-
-    Args:
-        config: the data.
-        vocab_size: number of token ids that the model knows.
-
-    Raises:
-        ValueError: if it cannot be used.
-    """
+    """The tokenizer of data that are text."""
     options = {"end_of_document": config.end_of_document, "vocab_size": vocab_size}
     if config.tokenizer is None:
         return ByteTokenizer(**options)
@@ -270,11 +238,7 @@ def text_tokenizer(config: DataConfig, *, vocab_size: int) -> ByteTokenizer | Fi
 
 
 def load_transformers(what: str, path: Path | str) -> Any:
-    """The package transformers, which reads a file of a kind.
-
-    Raises:
-        ImportError: if it is missing.
-    """
+    """The package transformers, which reads a file of a kind."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # Of torch, which is not used.
     try:
         import transformers  # Not above: `--help` must be fast.
@@ -294,10 +258,6 @@ def load_tokenizer(path: Path) -> Any:
         path: a file that tokenizers or transformers wrote. If its name is `TOKENIZER`, the special
             tokens, the chat template and the settings of its folder count too, but not the class
             that they name: transformers would make a tokenizer of that class anew.
-
-    Raises:
-        ImportError: if the package transformers is missing.
-        ValueError: if it cannot be used.
     """
     with _library_errors(path, "Give the file that lies beside the weights of the model."):
         path.open().close()
@@ -321,11 +281,7 @@ def _loaded(path: Path, state: frozenset[Any]) -> Any:
 
 
 def beginning_of(path: Path) -> int | None:
-    """The token that a tokenizer puts in front of every text; None if it puts none, or several.
-
-    Raises:
-        ValueError: if the tokenizer cannot be used.
-    """
+    """The token that a tokenizer puts in front of every text; None if it puts none, or several."""
     tokenizer = load_tokenizer(path).backend_tokenizer
     with _library_errors(path, OTHER_FILE):
         found = tokenizer.encode("a", add_special_tokens=True)
@@ -337,15 +293,10 @@ def check_tokenizer_of_model(path: Path, vocab_size: int, begin: int | None) -> 
     """Compares the tokenizer of a pretrained model, if it has one, with the model.
 
     Args:
-        path: its tokenizer.json, which may be missing.
-        vocab_size: number of token ids that the model knows.
         begin: token with which every document of the run begins; None for none.
 
     Returns:
         What the log must say of it; empty if nothing.
-
-    Raises:
-        ValueError: if it cannot be used, or has ids beyond the vocabulary.
     """
     if not path.is_file():
         return ""

@@ -19,27 +19,13 @@ from trainer.parallel.partition import Partition
 def make_attention(
     mesh: Mesh | AbstractMesh, config: TrainConfig, objective: Objective
 ) -> Attention:
-    """The attention of a run on a mesh.
-
-    Raises:
-        ValueError: if its options do not fit the mesh.
-    """
+    """The attention of a run on a mesh."""
     options = config.attention_of_model | vars(config.attention)
     return Attention(mesh, causal=objective.causal, **options)
 
 
 def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> None:
-    """Raises what the first step would raise, with a way out. No devices are needed.
-
-    Args:
-        config: model, batch, accumulation and ZeRO.
-        degrees: degrees of the mesh.
-        partition: how the state is sharded.
-
-    Raises:
-        ValueError: if the degrees do not divide the batch or the heads, or ZeRO has nothing to
-            split over.
-    """
+    """Raises what the first step would raise, with a way out. No devices are needed."""
     parts = degrees.data * config.gradient_accumulation
     if config.batch_size % parts:
         raise InputError(

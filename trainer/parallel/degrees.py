@@ -43,14 +43,10 @@ def choose_degrees(
 
     Args:
         mesh: the degrees that are given, and the order of the axes if it is given.
-        num_devices: number of devices.
         call: what is known of an attention call: `TrainConfig.attention_call`.
         nodes: the node of each device; None if they share one.
         platform: platform of the devices. On "cpu" gloo divides collectives into messages, and
             otherwise NCCL.
-
-    Raises:
-        ValueError: if no choice gives the number of devices.
     """
     given = _given(mesh)
     settings = list(all_degrees(num_devices, roles=OPEN, given=given))
@@ -85,8 +81,6 @@ def keep_degrees(
     """The degrees of a run that goes on, if they fit the flags; None if they must be chosen.
 
     Args:
-        mesh: the degrees that are given.
-        num_devices: number of devices.
         former: the degrees with which the run trained last; None if they are not known.
         planned: whether the planner chose them, so that degrees of 1 may be open.
     """
@@ -108,10 +102,7 @@ def choose_order(
 
     Args:
         mesh: the order, if it is given.
-        degrees: the degrees.
-        nodes: the node of each device.
         call: what is known of an attention call: `TrainConfig.attention_call`.
-        platform: as in `choose_degrees`.
     """
     if given := given_order(mesh):
         return given

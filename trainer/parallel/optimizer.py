@@ -71,8 +71,6 @@ def make_optimizer(
     their dimensions: stacked for all layers, they are matrices.
 
     Args:
-        config: kind, rates and decays.
-        steps: number of steps of the run.
         partition: over which devices Muon's products are split; None for one device.
     """
     rate = learning_rate(config, steps)

@@ -20,10 +20,6 @@ def gradient_first(first: Any, then: Array) -> tuple[Any, Array]:
     through `then`. XLA is free to put it off, and to keep its whole buffer alive, until something
     else is sent. The forward pass is not ordered.
 
-    Args:
-        first: pytree of arrays.
-        then: an array, from which the backward pass goes on.
-
     Returns:
         `first` and `then`, unchanged.
     """

@@ -149,12 +149,6 @@ class Partition:
         splits the dimension that `TENSOR_DIMS` names. ZeRO's axes split the first dimension,
         along which collectives join and divide arrays without moving them in memory; or the largest
         other one that they divide.
-
-        Args:
-            state: arrays or their shapes.
-
-        Raises:
-            ValueError: if the tensor degree does not divide a dimension that must be split.
         """
         return jax.tree_util.tree_map_with_path(self._split, state)
 
@@ -366,9 +360,6 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def split_frozen(weights: Any) -> tuple[Any, Any]:
     """The weights that are trained, and those that are frozen.
-
-    Args:
-        weights: all weights of a model, as flax keeps them, or anything in their places.
 
     Returns:
         Two parts of the tree, the second of which is None if all are trained.

@@ -51,8 +51,6 @@ def rematerialised(
     of the host's memory; the backward pass exchanges it again.
 
     Args:
-        layer: a function (weights, x, ...) -> x, or a tuple that begins with it.
-        remat: what the layer saves.
         offload: whether it saves to the host's memory.
         gathers_weights: whether the layer gathers its weights (ZeRO 3).
     """

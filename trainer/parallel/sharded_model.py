@@ -48,14 +48,8 @@ class ShardedModel:
         """Finds out how the weights are sharded, without making them.
 
         Args:
-            make_model: makes the model.
             attention: the attention that the model calls, on the mesh of `partition`.
-            partition: how weights are sharded and gathered.
             tile: tokens of a device that the MLP treats at a time; None for all.
-            remat: wraps the function of a layer, which gathers its weights.
-
-        Raises:
-            ValueError: if the mesh does not divide the weights.
         """
         self.attention = attention
         self.partition = partition
@@ -97,8 +91,6 @@ class ShardedModel:
 
         Args:
             function: a function of (weights, ...), called with a device's shards.
-            in_specs: PartitionSpecs of its arguments after the weights.
-            out_specs: PartitionSpecs of what it returns.
         """
         return jax.shard_map(
             function,
@@ -113,7 +105,6 @@ class ShardedModel:
         """The model of one device, whose layers gather their weights when they run.
 
         Args:
-            weights: what `Partition.gather_once` returns.
             gradient_slots: slots for the gradients of those that are trained; None where nothing
                 is differentiated.
         """
@@ -130,8 +121,6 @@ class ShardedModel:
         """The whole weights of one part of the model, such as "embedding".
 
         Args:
-            name: the part.
-            weights: its weights, as `local` takes those of all parts.
             gradient_slots: slots for their gradients, likewise.
         """
         return self.partition.gather(_parameters(weights, gradient_slots), self.splits[name])

@@ -36,11 +36,6 @@ def make_parts(
     holds of a row of `config.num_tokens`. The split of so many devices has the degrees of the mesh.
     For each smaller number that divides the devices there is one: that of the fewest bytes through
     the busiest port of a node and, of several such, that of the fewest bytes of a device.
-
-    Args:
-        config: batch, sizes and mesh of the run.
-        attention: the attention of rows.
-        objective: model of the run.
     """
     mesh: Any = attention.mesh
     # Neighbours in this order are in one node. Axes of degree 1 are in no spec.
@@ -77,11 +72,7 @@ def make_parts(
 
 
 def check_parts(config: TrainConfig, degrees: Degrees) -> None:
-    """Raises if a setting cannot be had with batches of whole documents.
-
-    Raises:
-        ValueError: if so.
-    """
+    """Raises if a setting cannot be had with batches of whole documents."""
     if config.gradient_accumulation > 1:
         raise InputError(
             "Parts of a batch of whole documents are processed one after another already; got "

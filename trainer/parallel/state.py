@@ -62,8 +62,6 @@ def initial_state(
 
     Args:
         config: whether there is an average.
-        optimizer: what updates the weights.
-        weights: initial weights, of all of the model.
     """
     trained, frozen = split_frozen(weights)
     average = None if config.ema_decay is None else trained
@@ -76,14 +74,7 @@ def state_shapes(
     weight_shapes: Any,
     partition: Partition,
 ) -> TrainState:
-    """Shapes and shardings of a state.
-
-    Args:
-        config: as for `initial_state`.
-        optimizer: likewise.
-        weight_shapes: shapes of the weights.
-        partition: how the state is sharded.
-    """
+    """Shapes and shardings of a state."""
     shapes = jax.eval_shape(
         lambda weights: initial_state(config, optimizer, weights), weight_shapes
     )
@@ -105,12 +96,6 @@ def updated_average(decay: float, average: Any, weights: Any, count: Int32[Array
     """The moving average after an update: average + (1 - d) * (weights - average).
 
     The decay d rises to `decay`, so that the initial weights are soon forgotten.
-
-    Args:
-        decay: largest decay.
-        average: the average before the update.
-        weights: the weights after the update.
-        count: number of updates before this one.
     """
     # `optax.incremental_update` computes (1 - d) * weights + d * average, whose rounding error is a
     # third larger: a quarter of the averages would differ in their last bit.
@@ -152,11 +137,7 @@ def step_bytes(analysis: Any) -> int:
 
 
 def describe_memory(analysis: Any) -> str:
-    """The memory that a compiled program takes of a device, as a line of the log.
-
-    Args:
-        analysis: what `memory_analysis()` of the program returns.
-    """
+    """The memory that a compiled program takes of a device, as a line of the log."""
     state, whole = analysis.argument_size_in_bytes, step_bytes(analysis)
     host = analysis.host_temp_size_in_bytes
     line = f"{size_of(whole)} (state and batch {size_of(state)}, the rest for a step)"

@@ -66,17 +66,7 @@ class Program:
     """The compiled functions of a run, on one mesh."""
 
     def __init__(self, config: TrainConfig, attention: Attention, objective: Objective) -> None:
-        """Prepares the functions; each is compiled when it is first called.
-
-        Args:
-            config: model, optimizer, ZeRO, rematerialisation, tiles, accumulation and seed.
-            attention: attention on a mesh of the devices to run on, or to compile for.
-            objective: model and loss of the run.
-
-        Raises:
-            ValueError: if the mesh does not divide the model or the batch.
-            NotImplementedError: if the devices cannot offload what is saved.
-        """
+        """Prepares the functions; each is compiled when it is first called."""
         mesh: Any = attention.mesh
         self.config = config
         self.attention = attention
@@ -217,7 +207,6 @@ class Program:
 
         Args:
             weights: all of the model. Only those that are trained have gradients.
-            batch: a batch of rows, or of the parts of whole documents.
         """
         (loss, _), gradients = self._metrics_and_gradients(weights, batch)
         return loss, gradients

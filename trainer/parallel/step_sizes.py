@@ -47,7 +47,6 @@ def step_limit(devices: Sequence[Any], whole: int | None = None) -> int:
     """Bytes that a step may take on each device: what jax has of a GPU. All processes must ask.
 
     Args:
-        devices: those of all processes.
         whole: bytes of memory of a device; None to ask it.
     """
     share = _SHARE_OF_CPU if devices[0].platform == "cpu" else jax_share()
@@ -64,17 +63,11 @@ def chosen_step(
     """What a step recomputes, and its memory.
 
     Args:
-        config: the run.
-        objective: its model and loss.
-        degrees: degrees of the mesh.
         limit: bytes that a step may take on a device.
 
     Returns:
         The remat of the config, or for "auto" the first of the planner's whose step surely fits
         the memory (if none does, the one that needs least); and the memory of the step with it.
-
-    Raises:
-        ValueError: as `step_sizes`.
     """
     # Made once for all levels: this takes nearly all of the time, and no size depends on the remat.
     sizes = step_sizes(config, objective, degrees)
@@ -90,12 +83,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     """The sizes on which the memory of a training step depends.
 
     Args:
-        config: model, ZeRO, remat, offload, tile, accumulation and batch.
-        objective: model and loss of the run.
         degrees: degrees of the mesh; so many devices need not be there.
-
-    Raises:
-        ValueError: as `trainer.parallel.step.Program` on such a mesh.
     """
     if config.whole_documents:  # Parts are computed one after another, as those of accumulation.
         parts = max(config.batch_size // degrees.data, 1)

@@ -12,12 +12,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def command(program: str, *arguments: str | Path) -> str:
-    """A command that runs a program by the same Python, which need not be that of the shell.
-
-    Args:
-        program: a file of the checkout, such as "sample.py", or any module, such as "pip".
-        arguments: what follows it.
-    """
+    """A command that runs a program by the same Python, which need not be that of the shell."""
     words = [_from_here(CHECKOUT / program)] if program.endswith(".py") else ["-m", program]
     return shlex.join([_python(), *words, *map(str, arguments)])
 

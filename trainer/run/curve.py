@@ -53,15 +53,8 @@ def describe_curve(run_dir: Path) -> str:
 def draw_curve(run_dir: Path) -> Path:
     """Draws the losses that a run has reported so far, over its steps.
 
-    Args:
-        run_dir: folder of the run.
-
     Returns:
         The SVG file, in that folder.
-
-    Raises:
-        ValueError: if the folder has no losses.
-        OSError: if the file cannot be written.
     """
     losses = losses_of(read_records(run_dir))
     if not any(losses.values()):
@@ -84,12 +77,7 @@ def losses_of(records: Iterable[Mapping[str, Any]]) -> Losses:
 
 
 def svg_of(losses: Losses, title: str) -> str:
-    """A picture of the losses as SVG.
-
-    Args:
-        losses: the losses of a run, at least one.
-        title: what they belong to, in any characters.
-    """
+    """A picture of the losses as SVG."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -16,19 +16,7 @@ class Watch:
     def judge(
         self, step: int, loss: float, norm: float, *, finite: bool, saved: int | None
     ) -> bool:
-        """Whether a step that follows those judged before counts; False if it was skipped.
-
-        Args:
-            step: its number.
-            loss: its loss, before its update.
-            norm: norm of its gradient.
-            finite: whether both are finite.
-            saved: step of the newest whole checkpoint, for the message.
-
-        Raises:
-            FloatingPointError: if it is not finite and `non_finite` is "stop", or it is one too
-                many in a row.
-        """
+        """Whether a step that follows those judged before counts; False if it was skipped."""
         if not finite:
             self._skipped_in_row += 1
             stops = self._config.non_finite == "stop"

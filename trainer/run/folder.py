@@ -53,11 +53,6 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
 
     Yields:
         The folder.
-
-    Raises:
-        OSError: if the folder cannot be written.
-        RuntimeError: if another program trains there.
-        ValueError: if the folder holds a run whose settings give other results.
     """
     folder = config.run_dir
     require_writable(folder)
@@ -68,11 +63,7 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other programs from training in a folder.
-
-    Raises:
-        RuntimeError: if another program trains there.
-    """
+    """Keeps other programs from training in a folder."""
     with (folder / LOCK_FILE).open("a+") as file:
         try:
             # Until the file is closed, which the end of the process does too, however it ends.
@@ -97,11 +88,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def require_writable(folder: Path) -> None:
-    """Makes a folder if it does not exist, and writes to it.
-
-    Raises:
-        OSError: if either fails.
-    """
+    """Makes a folder if it does not exist, and writes to it."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -148,11 +135,7 @@ def save_degrees(
 
 
 def read_mesh(run_dir: Path) -> FormerMesh | None:
-    """The mesh with which a run trained last; None if there is no note of it.
-
-    Raises:
-        ValueError: if the file holds anything else.
-    """
+    """The mesh with which a run trained last; None if there is no note of it."""
     path = run_dir / MESH_FILE
     if not path.is_file():
         return None
@@ -197,10 +180,6 @@ def record_versions(run_dir: Path, step: int) -> str | None:
     """Notes in the folder of a run which versions train it from a step on.
 
     The file is a list, with one entry for each time that the versions have changed.
-
-    Args:
-        run_dir: folder of the run.
-        step: number of steps that are done.
 
     Returns:
         A line for the log if the steps before were done with other versions.

@@ -27,9 +27,6 @@ def interruption(*, several: bool = False) -> Iterator[Callable[[int], bool]]:
     Yields:
         A function that tells after a step whether a signal has come, to any of several processes.
         These must call it for the same steps; its answer for a step is the same in all.
-
-    Raises:
-        KeyboardInterrupt: at a SIGINT that is not the first signal, as the user insists.
     """
     received: list[int] = []
     agreed = False

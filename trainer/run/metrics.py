@@ -52,10 +52,6 @@ class Reporter:
         Lines may be printed before and after.
 
         To be created after the devices are set up, as it asks jax which process this is.
-
-        Args:
-            steps: number of steps of the run.
-            tokens_per_step: number of tokens in a batch.
         """
         self._writes = jax.process_index() == 0
         quiet = not self._writes
@@ -105,11 +101,8 @@ class Reporter:
         and those steps will be done again.
 
         Args:
-            folder: the folder of the run, which gets metrics.jsonl and, for TensorBoard, a folder.
-            first_step: number of steps that were done before this program.
             tensorboard: whether to write for TensorBoard.
             trackers: what gets the metrics too; opened in the first process only.
-            flops_per_token: FLOPs of a training step for each token, forward and backward.
             tokens_per_step: mean number of tokens of a step, where steps differ; None for what was
                 said at the beginning.
             peak_flops: FLOP/s of all devices together; None if unknown, which leaves MFU out.
@@ -184,10 +177,6 @@ class Reporter:
 
         Args:
             step: number of the step, from 1 at the beginning of the run.
-            metrics: values by name, such as "train_loss", "validation_loss", "learning_rate".
-
-        Raises:
-            OSError: if the files cannot be written.
         """
         now = time.perf_counter() - self._paused
         if self._begun is None:
@@ -260,11 +249,7 @@ class Reporter:
             ) from error
 
     def flush(self) -> None:
-        """Waits until the metrics so far are on the disk, as a checkpoint of the same step will be.
-
-        Raises:
-            OSError: if they cannot be written.
-        """
+        """Waits until the metrics so far are on the disk, as a checkpoint of the step will be."""
         if self._path is not None and self._path.exists():
             with writing(self._path.parent):
                 for path in (self._path, self._path.parent):

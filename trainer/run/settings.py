@@ -43,12 +43,7 @@ Config = TypeVar("Config")
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Writes a dataclass as JSON; a reader finds the old file or the new one, never a part.
-
-    Args:
-        config: a dataclass of dataclasses, numbers, strings, paths and tuples.
-        path: the file.
-    """
+    """Writes a dataclass as JSON; a reader finds the old file or the new one, never a part."""
     kind = {KIND: config.kind} if isinstance(config, TrainConfig) else {}
     values = kind | dataclasses.asdict(config)
     replace_text(path, json.dumps(values, default=text_of, indent=2))
@@ -60,11 +55,6 @@ def load_config(config_type: type[Config], path: Path) -> Config:
     Args:
         config_type: the dataclass that was written. See `trainer.tasks.load_train_config` for the
             config of a run whose task is not known.
-        path: the file.
-
-    Raises:
-        ValueError: if the file is not JSON, holds a run of another kind, or a setting is missing,
-            unknown or of a wrong type.
     """
     try:
         values = json.loads(path.read_text())
@@ -80,14 +70,7 @@ def load_config(config_type: type[Config], path: Path) -> Config:
 
 
 def read_kind(path: Path) -> str:
-    """The task of a run, as a file that `save_config` wrote names it.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: if the file is not a JSON object, or names its kind by anything but a string.
-    """
+    """The task of a run, as a file that `save_config` wrote names it."""
     try:
         values = _decode(dict, json.loads(path.read_text()), "")
         return _decode(str, values.get(KIND, KIND_WITHOUT_NAME), KIND)
@@ -96,13 +79,7 @@ def read_kind(path: Path) -> str:
 
 
 def settings_of(config: Any, *, but: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Every setting of a dataclass and of the dataclasses in it, by its dotted name.
-
-    Args:
-        config: the dataclass.
-        but: dotted names to leave out, with all settings below them.
-        prefix: what the names begin with.
-    """
+    """Every setting of a dataclass and of the dataclasses in it, by its dotted name."""
     settings = {}
     for name, value in vars(config).items():
         if prefix + name in but:
@@ -118,7 +95,6 @@ def flags_of(config: Any, *, but: Collection[str] = ()) -> dict[str, str]:
     """How each setting of a dataclass is given on the command line, by its dotted name.
 
     Args:
-        config: the dataclass.
         but: dotted names to leave out, such as paths that may differ between machines.
     """
     return {name: flag_text(name, value) for name, value in settings_of(config, but=but).items()}
@@ -153,15 +129,7 @@ def flag_value(value: Any) -> str:
 
 
 def config_of(run_dir: Path, name: str) -> Path:
-    """The config.json of the folder of a run.
-
-    Args:
-        run_dir: the folder.
-        name: what gives it, for errors: "RUN_DIR".
-
-    Raises:
-        ValueError: if it is not that of a run.
-    """
+    """The config.json of the folder of a run."""
     path = run_dir / CONFIG_FILE
     if path.is_file():
         return path
@@ -197,11 +165,7 @@ def model_flags(config: TrainConfig) -> dict[str, str]:
 
 
 def check_same_run(config: TrainConfig) -> None:
-    """Compares a run with the config.json of its folder, if that has a checkpoint.
-
-    Raises:
-        ValueError: if settings differ on which its result depends.
-    """
+    """Compares a run with the config.json of its folder, if that has a checkpoint."""
     path = config.run_dir / CONFIG_FILE
     checkpoints = config.run_dir / CHECKPOINTS_FOLDER
     # A run without a whole checkpoint has no result yet that other settings could spoil.

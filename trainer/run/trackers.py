@@ -43,12 +43,7 @@ class Tracker(Protocol):
 
 
 def open_trackers(config: TrainConfig, folder: Path) -> Iterator[Tracker]:
-    """The runs that a config asks for: new ones, or those that the folder began.
-
-    Raises:
-        ImportError: if a package is missing.
-        RuntimeError: if a tracker cannot be reached or refuses the run.
-    """
+    """The runs that a config asks for: new ones, or those that the folder began."""
     # Metrics may be public: where they go, which may hold names of hosts, is no setting to show.
     shown = settings_of(config, but=("wandb", "mlflow"))
     settings = {name: str(value) for name, value in shown.items()}

@@ -63,19 +63,12 @@ def restore_model(
     """Reads the weights of a run, also while it trains.
 
     Args:
-        run_dir: folder of the run.
-        config: its config.
         shapes: shapes, types and shardings of all weights.
         step: the step of the checkpoint; None for the newest that is whole.
         only_trained: whether to leave out those that are frozen.
-        note: is told what the user must know.
 
     Returns:
         A tree like `shapes`; and the step at which it was saved.
-
-    Raises:
-        CheckpointError: if there is no whole checkpoint.
-        ValueError: if it belongs to another model.
     """
     trained, frozen = split_frozen(shapes)
     weights, found = restore_weights(
@@ -108,11 +101,7 @@ def merged(
     """A kernel with its adapter, in float32: W + scale * A B.
 
     Args:
-        arrays: the weights of a model by their paths.
         path: of the kernel; one without adapters stays as it is.
-        place: where it lies.
-        number: which of the kernels that have tensors of their own.
-        lora: adapters of the run.
     """
     weight = place.weight_of(np.asarray(arrays[path]), number)
     part, _, kind = path.rpartition("/")
@@ -137,14 +126,7 @@ def write_merged(
     shard_bytes: int,
     stem: str = MODEL,
 ) -> None:
-    """Writes the files of a model, whose adapters are added to the weights.
-
-    Args:
-        arrays: the weights by their paths.
-        places: shapes of the weights by their paths -> the place of each.
-        lora: adapters of the run.
-        folder, dtype_of, shard_bytes, stem: as for `write_tensors`.
-    """
+    """Writes the files of a model, whose adapters are added to the weights."""
     found = dict(places({x: tuple(y.shape) for x, y in arrays.items() if not is_adapter(x)}))
 
     def weight(path: str, number: int) -> Shaped[np.ndarray, "..."]:

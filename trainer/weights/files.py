@@ -63,12 +63,7 @@ class Tensors:
         """Raises unless these are the tensors of a model.
 
         Args:
-            wanted: the shapes of the model's tensors.
             tied: names of tensors that may be there if they equal another one.
-
-        Raises:
-            ValueError: if a tensor is missing, unknown, or of another shape.
-            NotImplementedError: if a tensor is of a type that is not read.
         """
         unknown = [name for name in self.shapes if name not in wanted and name not in tied]
         missing = [name for name in wanted if name not in self.shapes]
@@ -124,14 +119,8 @@ def open_tensors(
     """Opens the files of a checkpoint, and reads what their headers say.
 
     Args:
-        folder: the folder.
-        stem: what the names of the files begin with.
-        name_of: the name of a tensor here, from that in the files.
         part_of: the other part of a model to which a tensor belongs, whose tensors are counted and
             left out; None for the model itself.
-
-    Raises:
-        ValueError: if a file is missing or damaged, or changes.
     """
     index = _index(folder, stem)
     slices: dict[str, Any] = {}

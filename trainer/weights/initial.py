@@ -41,9 +41,6 @@ class TensorWeights(InitialWeights):
 
         Args:
             weights: shapes, types and shardings.
-
-        Raises:
-            ValueError: if a file changes while it is read, or a number is infinite or none.
         """
 
         def read_one(path: tuple[Any, ...], wanted: Any) -> Array:

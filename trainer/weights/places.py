@@ -120,7 +120,6 @@ class Place:
         """A part of the weight of one layer, of which as little is read as slices allow.
 
         Args:
-            tensor: its tensor, or what gives parts of it when it is indexed with slices.
             index: the part: for each dimension of the weight, a slice of step 1.
         """
         ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
@@ -154,11 +153,7 @@ class Place:
 
 
 def by_tensor(found: Mapping[str, Place]) -> dict[str, list[tuple[str, int]]]:
-    """For each tensor, its weights, in their order: path, and number of the tensor in its place.
-
-    Args:
-        found: what `places` gives.
-    """
+    """For each tensor, its weights, in their order: path, and number of the tensor in its place."""
     tensors: dict[str, list[tuple[str, int]]] = {}
     for path, place in found.items():
         for number, name in enumerate(place.tensors):

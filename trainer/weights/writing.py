@@ -30,16 +30,8 @@ def write_tensors(
     """Writes the files of tensors, and their index if there are several.
 
     Args:
-        places: the place of every weight.
-        weight: path, number of a tensor in its place -> the weight of that tensor.
-        folder: the folder.
         dtype_of: name of a tensor -> its type.
         shard_bytes: bytes of a file, at most, unless one tensor has more.
-        stem: what the names of the files begin with.
-
-    Raises:
-        FloatingPointError: if a weight is not finite in the type.
-        OSError: if a file cannot be written.
     """
     found = by_tensor(places)
     sizes = {
@@ -81,11 +73,7 @@ def _tensor(
 
 
 def write_file(path: Path, tensors: dict[str, Any]) -> None:
-    """Writes one file.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Writes one file."""
     try:
         # transformers asks for the format.
         save_file(tensors, path, metadata={"format": "pt"})

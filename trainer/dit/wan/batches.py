@@ -64,15 +64,7 @@ def clip_batch(
     config: WanTrainConfig,
     layout: Layout,
 ) -> ClipBatch:
-    """Rows of a batch, from videos of one size and their numbers in the run.
-
-    Args:
-        clips: the videos.
-        numbers: their numbers.
-        empty: embedded tokens of an empty caption.
-        config: config of the run.
-        layout: order of the tokens.
-    """
+    """Rows of a batch, from videos of one size and their numbers in the run."""
     model = config.model
     latents = np.stack([clip.latent for clip in clips]).astype(np.float32)
     _, *size, _ = latents.shape
@@ -111,11 +103,7 @@ def given_channels(given: Float[np.ndarray, "F H W C"] | None) -> Float32[np.nda
 
 
 def padded_text(text: Float[np.ndarray, "S D"], length: int) -> Float[np.ndarray, "length D"]:
-    """A text in bfloat16, filled up with zeros.
-
-    Raises:
-        ValueError: if it is too long.
-    """
+    """A text in bfloat16, filled up with zeros."""
     if len(text) > length:
         raise InputError(
             f"Captions must have at most model.text_tokens={length} tokens; got {len(text)}. "

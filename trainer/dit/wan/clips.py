@@ -71,11 +71,7 @@ class EncodedClips:
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Some tensors of a file.
-
-    Raises:
-        ValueError: if it is damaged, lacks one, or holds numbers that are not finite.
-    """
+    """Some tensors of a file."""
     try:
         with safe_open(path, framework="numpy") as file:
             missing = [name for name in names if name not in file.keys()]  # noqa: SIM118
@@ -101,11 +97,7 @@ def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def read_lines(folder: Path) -> list[ClipLine]:
-    """The videos of a folder, in the order of their files.
-
-    Raises:
-        ValueError: if it is no folder of encoded videos.
-    """
+    """The videos of a folder, in the order of their files."""
     if not (folder / ENCODED).is_file():
         raise InputError(
             f"data.path must be a folder that `python -m trainer.dit.encode` has written; got "
@@ -136,16 +128,7 @@ def sizes_of(lines: Sequence[ClipLine]) -> list[tuple[int, int, int]]:
 
 
 def open_clips(config: WanTrainConfig, collate: Callable[..., Any]) -> Dataset:
-    """Opens what `config.data` names; by default, moving digits.
-
-    Args:
-        config: config of the run.
-        collate: (clips, numbers, empty=) -> rows of a batch.
-
-    Raises:
-        ImportError: if scikit-learn is missing, which has the digits.
-        ValueError: if the data cannot be read or do not fit the model, or are fewer than two.
-    """
+    """Opens what `config.data` names; by default, moving digits."""
     groups, path = None, config.data.path
     if path is None:
         from trainer.dit.wan.digits import MovingDigits, embedded

@@ -50,11 +50,7 @@ def is_of_diffusers(folder: Path) -> bool:
 
 
 def find_folder(folder: Path) -> Path:
-    """As `folder_of`.
-
-    Raises:
-        ValueError: if it holds none.
-    """
+    """As `folder_of`."""
     found = folder_of(folder)
     if found is None:
         raise InputError(
@@ -66,11 +62,7 @@ def find_folder(folder: Path) -> Path:
 
 
 def range_of(folder: Path) -> tuple[float, float]:
-    """The times of a model: of two models of Wan 2.2, each has its own; else all.
-
-    Args:
-        folder: as for `find_folder`.
-    """
+    """The times of a model: of two models of Wan 2.2, each has its own; else all."""
     place = find_folder(folder)
     index = place.parent / INDEX
     boundary = read_object(index).get("boundary_ratio") if index.is_file() else None
@@ -80,27 +72,13 @@ def range_of(folder: Path) -> tuple[float, float]:
 
 
 def read_config(folder: Path) -> WanConfig:
-    """The model of a folder.
-
-    Raises:
-        ValueError: if it holds no Wan, or its config.json is wrong.
-        NotImplementedError: if its model is not supported.
-    """
+    """The model of a folder."""
     path = find_folder(folder) / CONFIG
     return model_of(read_object(path), str(path))
 
 
 def model_of(values: Mapping[str, Any], name: str) -> WanConfig:
-    """The model that a config.json describes, with activations in bfloat16.
-
-    Args:
-        values: what the file holds.
-        name: of the file, for errors.
-
-    Raises:
-        ValueError: if a value is wrong.
-        NotImplementedError: if its model is not supported.
-    """
+    """The model that a config.json describes, with activations in bfloat16."""
     unknown = [key for key in values if key not in DEFAULTS and not key.startswith("_")]
     if unknown:
         raise UnsupportedError(

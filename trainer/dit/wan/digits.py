@@ -31,12 +31,7 @@ class MovingDigits:
     """The videos by their number."""
 
     def __init__(self, config: WanTrainConfig) -> None:
-        """Loads the digits.
-
-        Raises:
-            ValueError: if the videos of the config do not hold a moving digit.
-            ImportError: if scikit-learn is missing.
-        """
+        """Loads the digits."""
         model, (frames, height, width) = config.model, config.size
         least = PIXELS + frames - 1
         if model.channels != 1 or min(height, width) < least or model.first_frame != "none":
@@ -81,11 +76,7 @@ class MovingDigits:
 
 
 def embedded(caption: str, text_dim: int) -> Float32[np.ndarray, "S D"]:
-    """A caption of moving digits, a vector for each word; no words are one zero.
-
-    Raises:
-        ValueError: if a word is unknown.
-    """
+    """A caption of moving digits, a vector for each word; no words are one zero."""
     words = caption.split()
     unknown = [word for word in words if word not in (*NAMES, *STEPS)]
     if unknown:

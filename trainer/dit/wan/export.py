@@ -55,9 +55,6 @@ def export_wan(
     """Writes the weights of a checkpoint; the folder appears only when it is whole.
 
     Args:
-        run_dir: folder of the run.
-        config: its config.
-        out: the new folder.
         step: the step of the checkpoint; None for the newest that is whole.
         dtype: type of the tensors; None for those of the model with which the run began, and else
             float32, which adapters always have.
@@ -67,12 +64,6 @@ def export_wan(
 
     Returns:
         The step of the checkpoint.
-
-    Raises:
-        ValueError: if the folder exists, or there are no adapters to merge.
-        CheckpointError: if there is no such checkpoint, or it is damaged.
-        FloatingPointError: if the type cannot hold a weight.
-        OSError: if the folder cannot be written.
     """
     check_new("OUT", out)
     check_merge(config, run_dir, merge=merge)
@@ -110,12 +101,6 @@ def adapter_tensors(
     """The tensors of a LoRA file: lora_A [rank, inputs] and lora_B [outputs, rank].
 
     The scale of the adapters is part of B, as not all libraries read an alpha from such a file.
-
-    Args:
-        arrays: the adapters of a run by their paths.
-        shapes: shapes of all its weights.
-        config: its config.
-        dtype: type of the matrices.
     """
     lora = config.lora
     named = {path_name(x): y.shape for x, y in jax.tree_util.tree_leaves_with_path(shapes)}

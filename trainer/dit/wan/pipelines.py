@@ -29,13 +29,8 @@ class TorchModels:
         """Loads them.
 
         Args:
-            folder: a pipeline in the format of diffusers.
             texts: whether texts and images are encoded; else videos alone.
             device: device of PyTorch; None for a GPU if there is one.
-
-        Raises:
-            ImportError: if a package is missing.
-            ValueError: if the folder holds no pipeline of Wan.
         """
         check_pipeline(folder)
         try:
@@ -93,11 +88,7 @@ class TorchModels:
         return self._pipeline.vae_scale_factor_spatial
 
     def text(self, caption: str, *, most: int) -> Float32[np.ndarray, "S D"]:
-        """A caption as the text encoder gives it, without padding.
-
-        Raises:
-            ValueError: if it has more tokens than `most`.
-        """
+        """A caption as the text encoder gives it, without padding."""
         with self._torch.no_grad():
             found, _ = self._pipeline.encode_prompt(
                 caption, do_classifier_free_guidance=False, max_sequence_length=most + 1

@@ -47,16 +47,7 @@ class WanWeights(TensorWeights):
 
 @contextmanager
 def open_wan(config: WanTrainConfig, shapes: Any) -> Iterator[WanWeights]:
-    """The weights in the folder `config.init_from`, after they have been compared with the model.
-
-    Args:
-        config: config of the run.
-        shapes: shapes of the weights of its model.
-
-    Raises:
-        ValueError: if the folder cannot be read or does not fit the model.
-        NotImplementedError: if its model is not supported.
-    """
+    """The weights in the folder `config.init_from`, which have been compared with the model."""
     assert config.init_from is not None, "the caller asks for it"
     folder = find_folder(config.init_from)
     check_same_model(read_config(folder), config.model, folder)

@@ -48,19 +48,7 @@ class _Wish(NamedTuple):
 def sample_videos(
     run_dir: Path, config: WanTrainConfig, options: VideoOptions, session: Session
 ) -> None:
-    """Draws videos with the model of a run, and writes all of them to one file, a new one.
-
-    Args:
-        run_dir: folder of the run.
-        config: config of the run.
-        options: what to draw.
-        session: the mesh to draw on.
-
-    Raises:
-        ValueError: if options and run do not fit each other or the devices.
-        OSError: if the file cannot be written.
-        CheckpointError: if there is no checkpoint, or it cannot be read.
-    """
+    """Draws videos with the model of a run, and writes all of them to one file, a new one."""
     run, config = config, _of_size(config, options)
     dropout, guidance = config.diffusion.dropout, options.guidance
     if guidance is None:

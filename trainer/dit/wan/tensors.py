@@ -78,11 +78,7 @@ OF_LAYER: Mapping[str, tuple[str, Groups]] = {
 
 
 def places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Place]]:
-    """The place of every weight of a model.
-
-    Args:
-        shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
-    """
+    """The place of every weight of a model."""
     for path, shape in shapes.items():
         part, _, rest = path.partition("/")
         if part == ATTENTION:

@@ -46,12 +46,8 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
     """The videos of a folder and of its subfolders, with their captions.
 
     Args:
-        folder: the folder.
         captions: a JSONL file with `file`, a path in the folder, and `caption`; None for a file
             NAME.txt beside each NAME.mp4.
-
-    Raises:
-        ValueError: if there are none, or one has no caption.
     """
     with reading(folder):
         files = sorted(x for x in walk_files(folder) if _suffix(x) in SUFFIXES)
@@ -101,10 +97,6 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
     """The frames of a video: those that are shown at multiples of 1 / rate, scaled until they cover
     the size, and cut at the edges.
-
-    Raises:
-        ImportError: if a package is missing.
-        ValueError: if it is damaged, turned, or shorter than any number of frames.
     """
     from PIL import Image, ImageOps
 
@@ -162,11 +154,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def read_image(path: Path, height: int, width: int) -> UInt8[np.ndarray, "H W 3"]:
-    """An image, scaled until it covers the size, and cut at the edges.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
+    """An image, scaled until it covers the size, and cut at the edges."""
     from PIL import Image, ImageOps
 
     try:
@@ -198,11 +186,7 @@ def _ratio(a: int, b: int) -> Fraction:
 
 
 def write_video(path: Path, frames: UInt8[np.ndarray, "N H W 3"], *, rate: int) -> None:
-    """Writes an mp4 with H.264.
-
-    Raises:
-        ImportError: if PyAV is missing.
-    """
+    """Writes an mp4 with H.264."""
     import av  # pyright: ignore[reportMissingImports]
 
     _, height, width, _ = frames.shape

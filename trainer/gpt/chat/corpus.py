@@ -65,17 +65,8 @@ def open_examples(
 
     Args:
         config: what to read; its `loss_on` is "completion".
-        layout: order of the tokens of a batch.
-        vocab_size: number of token ids that the model knows.
-        seq_len: number of tokens in a sequence.
         cache: folder for the tokens that a tokenizer makes of text, unless `config.cache` names
             one.
-
-    Raises:
-        OSError: if tokens cannot be cached.
-        ValueError: if the data cannot be read, are of another kind, are beyond the vocabulary, or
-            leave nothing to train on or to hold out; or if `config` asks for a token in front of
-            documents that no example gets.
     """
     files, validation = find_parts(config)
     check_effects(config, files, validation)

@@ -38,14 +38,8 @@ def read_examples(
     """The examples of JSONL files or tables, in order, as documents of which some parts count.
 
     Args:
-        files: of one of `RECORD_KINDS`.
         template: turns messages into text; None if there is none.
-        ignored: keys of records, or columns, that are left out.
         on_read: is told of every number of bytes of the files that are read.
-
-    Raises:
-        ValueError: if a line is not an example, says nothing that counts, or has a key that is
-            neither used nor ignored.
     """
     for record in read_records(files, on_read, without=ignored):
         fields = {key: x for key, x in record.fields.items() if x is not None}

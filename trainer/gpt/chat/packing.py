@@ -51,13 +51,7 @@ class PackedExamples:
         """Decides which examples share a row.
 
         Args:
-            part: the examples.
-            seq_len: T.
-            name: where the examples are from, for errors.
             longest: largest number of tokens of an example; None for T.
-
-        Raises:
-            ValueError: if no token counts that fits a row.
         """
         self._part = part
         self._length = seq_len + 1
@@ -143,9 +137,6 @@ def collate_rows(
     """A batch of rows, in layout order.
 
     Args:
-        rows: one for each row of the batch.
-        numbers: their numbers in the run.
-        layout: order of the tokens.
         mask_documents: whether a token attends only to its own example.
     """
     tokens, counted, examples = (np.stack(x) for x in zip(*rows, strict=True))

@@ -56,14 +56,8 @@ class ChatTemplate:
         """Keeps the template.
 
         Args:
-            tokenizer: a tokenizer of transformers.
             source: the template; None for those of the tokenizer.
-            name: where the template is from, for errors.
             tokens_of: the file that may name special tokens, for errors; empty if there is one.
-
-        Raises:
-            ValueError: if a special token that the template uses is not named, or a date is asked
-                for in a form that is not written in the template.
         """
         self._tokenizer = tokenizer
         self._source = source
@@ -96,9 +90,6 @@ class ChatTemplate:
             tokenizer: a tokenizer.json. Beside it may lie `CONFIG_FILE`, which names the special
                 tokens and may hold templates, and `TEMPLATE_FILE`.
             chosen: a file with the template; None for that of the tokenizer.
-
-        Raises:
-            ValueError: if a file cannot be read, or the template cannot be used.
         """
         loaded = load_tokenizer(tokenizer)
         source = None if chosen is None else _read_text(chosen)
@@ -118,14 +109,7 @@ class ChatTemplate:
         assistant to speak; that includes the token that ends its turn.
 
         Args:
-            messages: objects with `role` and `content`.
-            place: where the conversation is, for errors.
             counted: whether each message counts if it is the assistant's; empty if all do.
-            variables: what else the template sees, such as `tools`.
-
-        Raises:
-            ValueError: if the template refuses the messages, takes no notice of a part of them, or
-                does not tell what the assistant says.
         """
         source = self._source_for(variables.get("tools"), place)
         is_marked = bool(GENERATION.search(source))
@@ -147,11 +131,7 @@ class ChatTemplate:
         return text, tuple((first, end) for first, end in spans if first < end)
 
     def question(self, text: str) -> str:
-        """A conversation that a user begins with a text, up to the answer of the assistant.
-
-        Raises:
-            ValueError: if the template refuses it.
-        """
+        """A conversation that a user begins with a text, up to the answer of the assistant."""
         asked, place = [{"role": "user", "content": text}], "the prompt"
         source = self._source_for(None, place)
         return self._run(source, asked, place=place, variables={}, add_generation_prompt=True)[0]

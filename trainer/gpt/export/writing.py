@@ -79,24 +79,12 @@ def export_run(
     """Writes the weights of a checkpoint; the folder appears only when it is whole.
 
     Args:
-        run_dir: folder of the run.
-        config: its config.
-        out: the new folder.
         step: the step of the checkpoint; None for the newest that is whole.
         dtype: type of the weights; None for that of the model with which the run began, and else
             float32, which adapters always have.
         merge: whether to add adapters to the weights, instead of exporting them by themselves.
         shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
         note: is told what the user must know about the checkpoint.
-
-    Raises:
-        ValueError: if the folder exists or is in an object store, the tokenizer of the run is gone,
-            there are no adapters to merge, or they are those of a model that flags have changed and
-            merge is not set.
-        NotImplementedError: if no family of transformers has such a model.
-        CheckpointError: if there is no such checkpoint, or it is damaged.
-        FloatingPointError: if the type cannot hold a weight.
-        OSError: if the folder cannot be written.
     """
     check_new("OUT", out)
     kept = kept_folder(run_dir)
@@ -146,13 +134,6 @@ def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:
 
     The tokenizer is the one of the data, with what lies beside it: the model has learnt its ids.
     Where that is the one of the pretrained model, or there is none, it is what the run has kept.
-
-    Args:
-        config: config of the run.
-        kept: what the run keeps of the model with which it began.
-
-    Raises:
-        ValueError: if the tokenizer or the chat template of the data is gone.
     """
     data = config.data
     found = {name: kept / name for name in KEPT}
@@ -181,7 +162,6 @@ def token_ids(config: GPTTrainConfig, tokenizer: Path | None, kept: Path) -> dic
     """The special tokens of config.json, if the tokenizer is not the one that the model came with.
 
     Args:
-        config: config of the run.
         tokenizer: what is exported; None for none.
         kept: the tokenizer that the model came with, which may not exist.
     """
@@ -204,11 +184,8 @@ def config_values(
     """The config.json of a run.
 
     Args:
-        config: config of the run.
         values: config.json of the model with which it began; None if there was none. What the run
             has not changed stays.
-        dtype: type of the weights.
-        note: is told what the user must know about it.
     """
     model = config.model
     if values is None:

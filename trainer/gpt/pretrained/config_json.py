@@ -104,13 +104,7 @@ class Description:
 
 
 def read_description(folder: Path) -> Description:
-    """What the config.json of a folder says.
-
-    Raises:
-        ImportError: if the package transformers is missing.
-        ValueError: if the file cannot be read, or lacks something.
-        NotImplementedError: if the model has something that is not supported.
-    """
+    """What the config.json of a folder says."""
     path = folder / CONFIG
     if not path.is_file():
         is_lost = folder.parent.is_dir() and not folder.exists()
@@ -134,15 +128,7 @@ def read_description(folder: Path) -> Description:
 
 
 def describe(values: Mapping[str, Any], name: str) -> Description:
-    """What the values of a config.json say.
-
-    Args:
-        values: the JSON object.
-        name: of the file, for messages.
-
-    Raises:
-        ImportError, ValueError, NotImplementedError: as `read_description`.
-    """
+    """What the values of a config.json say."""
     values = text_values(values, name)
     kind = values.get("model_type")
     if kind is None and isinstance(values.get("model"), dict):
@@ -237,11 +223,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
 
 
 def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The values of the text model, in the form of a folder that has it alone.
-
-    Raises:
-        ValueError: if those of a model of images and text do not have them.
-    """
+    """The values of the text model, in the form of a folder that has it alone."""
     kind: Any = MULTIMODAL.get(str(values.get("model_type")))
     quantised = values.get("quantization_config")
     is_packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"

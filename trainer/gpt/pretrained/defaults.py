@@ -33,9 +33,6 @@ def pretrained(folder: Path) -> GPTTrainConfig:
 
     Command: `python train.py --init-from Qwen3-8B --data.path FOLDER`. It is not in the table of
     recipes, since the model is that of the folder. The settings save memory and change no loss.
-
-    Args:
-        folder: a model in the format of Hugging Face.
     """
     described = read_description(folder)
     return GPTTrainConfig(
@@ -55,10 +52,6 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
 
     The token in front of documents goes with the tokenizer, and so does the one that ends
     completions.
-
-    Raises:
-        ValueError: if the folder cannot be read.
-        NotImplementedError: if its model is not supported.
     """
     before, data = config.init_from, config.data
     if before is None or before.resolve() != folder.resolve():
@@ -72,12 +65,8 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
     """A config with the tokenizer of its pretrained model, if text needs one and none is given.
 
     Args:
-        config: config of a run.
         given: whether the user has chosen the tokenizer that it has. What comes from the config of
             an earlier run is left out for data that are tokens, if it is that of the model.
-
-    Raises:
-        ValueError: if the model has no tokenizer that is read, and its tokens are no bytes.
     """
     if config.init_from is None:
         return config
@@ -101,9 +90,6 @@ def with_vocabulary(config: GPTTrainConfig) -> GPTTrainConfig:
     """A config whose model has as many tokens as its tokenizer has, or as the run that goes on.
 
     A pretrained model keeps its own.
-
-    Raises:
-        ValueError: if the tokenizer cannot be read.
     """
     path, former = config.data.tokenizer, config.run_dir / CONFIG_FILE
     if config.init_from is not None or path is None or not path.is_file():
@@ -123,13 +109,9 @@ def with_beginning(
     """A config that begins documents as its pretrained model has always seen them.
 
     Args:
-        config: config of a run.
         given: whether the user has said how documents begin.
         inherited: whether the tokenizer is that of the config.json of another run. How documents
             begin is then inherited too: the two belong together.
-
-    Raises:
-        ValueError: if the files of the tokenizer cannot be read.
     """
     if config.init_from is None or given:
         return config
@@ -148,12 +130,8 @@ def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False)
     Elsewhere the model stops at that token only.
 
     Args:
-        config: config of a run.
         given: whether the user has said what ends a document.
         inherited: whether what ends one is that of the config.json of another run.
-
-    Raises:
-        ValueError: if the files of the model or of the tokenizer cannot be read.
     """
     folder, tokenizer = config.init_from, config.data.tokenizer
     if folder is None or config.data.loss_on != "completion" or given or inherited:
@@ -172,12 +150,6 @@ def ending_of(path: Path) -> int | None:
     """The token with which the model of a tokenizer ends what it says; None if no file names it.
 
     It is the `eos_token` of the tokenizer; without one, the first of `eos_of`.
-
-    Args:
-        path: the tokenizer.json, beside which the other files lie.
-
-    Raises:
-        ValueError: if a file cannot be read.
     """
     from trainer.gpt.tokenizer import load_tokenizer
 
@@ -189,9 +161,6 @@ def eos_of(folder: Path) -> tuple[int, ...]:
     """The tokens at which a model stops elsewhere; none if no file of its folder names one.
 
     As in transformers, generation_config.json comes before config.json.
-
-    Raises:
-        ValueError: if a file cannot be read, or names no ids.
     """
     for path in (folder / GENERATION, folder / CONFIG):
         found: Any = read_object(path).get("eos_token_id") if path.is_file() else None
@@ -209,11 +178,7 @@ def eos_of(folder: Path) -> tuple[int, ...]:
 
 
 def kept_folder(run_dir: Path) -> Path:
-    """What a run keeps of the model with which it began, after a look at the checksums.
-
-    Raises:
-        ValueError: if a file is damaged.
-    """
+    """What a run keeps of the model with which it began, after a look at the checksums."""
     folder = run_dir / KEPT_FOLDER
     if (folder / SUMS_FILE).is_file():
         check_sums(
@@ -229,8 +194,6 @@ def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> 
 
     Args:
         path: the tokenizer.json that is wanted. Of one that is not the model's, nothing is kept.
-        config: config of the run.
-        run_dir: folder of the run.
 
     Returns:
         The copy; None if there is none, or none is needed.
@@ -244,16 +207,7 @@ def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> 
 
 
 def require_bytes(folder: Path, vocab_size: int, flag: str) -> None:
-    """Raises unless the tokens of a pretrained model can be bytes.
-
-    Args:
-        folder: the folder of the model, or what a run keeps of it.
-        vocab_size: number of token ids that the model knows.
-        flag: what gives another tokenizer.
-
-    Raises:
-        ValueError: if it has files of a tokenizer, or another number of ids than bytes have.
-    """
+    """Raises unless the tokens of a pretrained model can be bytes."""
     files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if files or vocab_size not in IDS_OF_BYTES:
         raise InputError(

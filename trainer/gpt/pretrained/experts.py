@@ -26,10 +26,6 @@ def with_experts(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> Ten
     Qwen3.5 is published with one tensor [experts, 2 * hidden, width] for the gates and the
     projections up of all experts, and transformers writes one for each. gpt-oss is published in
     MXFP4, of which transformers makes [experts, width, 2 * hidden].
-
-    Args:
-        tensors: those of a folder of either kind.
-        wanted: the shapes of the model's tensors.
     """
     shapes, dtypes, slices = (dict(x) for x in (tensors.shapes, tensors.dtypes, tensors.slices))
 

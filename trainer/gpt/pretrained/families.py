@@ -220,11 +220,7 @@ FAMILIES = {
 
 
 def family_of(model: GPTConfig) -> str:
-    """The `model_type` of which a model is.
-
-    Raises:
-        NotImplementedError: if it is of none.
-    """
+    """The `model_type` of which a model is."""
     kind = next((kind for kind, family in FAMILIES.items() if _fits(model, family)), None)
     if kind is None:
         given = {name: getattr(model, name) for name in (*OPTIONS, *CAPPED, "windows", "mixers")}
@@ -305,16 +301,7 @@ def rotary_values(model: GPTConfig) -> dict[str, Any]:
 
 
 def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
-    """The values of a config.json: `describe` gives the model again.
-
-    Args:
-        model: the model.
-        length: tokens of the sequences that it is made for.
-        dtype: type of the weights.
-
-    Raises:
-        NotImplementedError: as `family_of`.
-    """
+    """The values of a config.json: `describe` gives the model again."""
     kind = family_of(model)
     family = FAMILIES[kind]
     values: dict[str, Any] = {
@@ -348,12 +335,7 @@ def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
 
 
 def rope_length(rope: RopeConfig, length: int) -> int:
-    """Tokens of the sequences that stretched positions are for, of which transformers computes.
-
-    Args:
-        rope: the positions.
-        length: the least length.
-    """
+    """Tokens of the sequences that stretched positions are for, of which transformers computes."""
     if rope.original_length is None:
         return length
     return max(length, round(rope.factor * rope.original_length))

@@ -31,10 +31,6 @@ def import_pretrained(config: GPTTrainConfig, distributed: Distributed | None = 
     Args:
         config: the run. Its mesh and its devices may be any.
         distributed: the processes that share the work; only this process by default.
-
-    Raises:
-        ValueError, NotImplementedError: if the model cannot be read; nothing is written then.
-        OSError: if the run folder cannot be used.
     """
     if config.steps:
         raise InputError(

@@ -65,16 +65,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextmanager
 def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]:
-    """The weights in the folder `config.init_from`, after they have been compared with the model.
-
-    Args:
-        config: config of the run.
-        shapes: shapes of the weights of its model.
-
-    Raises:
-        ValueError: if the folder cannot be read or does not fit the model.
-        NotImplementedError: if its model is not supported.
-    """
+    """The weights in the folder `config.init_from`, which have been compared with the model."""
     folder = config.init_from
     assert folder is not None, "the caller asks for it"
     described = read_description(folder)

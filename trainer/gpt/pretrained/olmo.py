@@ -25,12 +25,7 @@ CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
 
 def as_published(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """The tensors under the names and with the rows that a model of this program has.
-
-    Args:
-        tensors: those of a folder of either kind.
-        wanted: the shapes of the model's tensors.
-    """
+    """The tensors under the names and with the rows that a model of this program has."""
     names = {name: name for name in tensors.shapes}
     for name in wanted.keys() - tensors.shapes.keys():
         for here, there in NORMS.items():

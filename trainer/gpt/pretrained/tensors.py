@@ -138,7 +138,6 @@ def tables(model: GPTConfig, family: str) -> Mapping[str, Mapping[str, tuple[str
     """Part of a model -> weight of a layer -> tensor.
 
     Args:
-        model: the model.
         family: its `model_type`, since families have other names for the same.
     """
     found = {}
@@ -159,16 +158,7 @@ def tables(model: GPTConfig, family: str) -> Mapping[str, Mapping[str, tuple[str
 def places(
     shapes: Mapping[str, tuple[int, ...]], model: GPTConfig, family: str
 ) -> Iterator[tuple[str, Place]]:
-    """The place of every weight of a model.
-
-    Args:
-        shapes: the shape of every weight by its path: `blocks/mlp/up/kernel`.
-        model: the model.
-        family: its `model_type`.
-
-    Raises:
-        ValueError: if the family has no such weight.
-    """
+    """The place of every weight of a model."""
     of_parts = tables(model, family)
 
     def place(path: str) -> Place:
