@@ -30,7 +30,6 @@ def read_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] | No
     """The groups of devices that a collective joins; None if they cannot be read.
 
     Args:
-        attributes: attributes of the collective.
         num_devices: number of devices of the program. A collective without groups joins them all.
     """
     if match := _LISTED_GROUPS.search(attributes):

@@ -22,9 +22,6 @@ def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any
 
     Returns:
         The bools; None if every key is shown.
-
-    Raises:
-        NotImplementedError: if the mask is not the same for all queries and heads.
     """
     if mask is None:
         return None
@@ -82,8 +79,6 @@ def pad_keys(
     Text of 77 tokens, say, which few meshes divide. No query sees what is added.
 
     Args:
-        attention: the attention, of a full mask.
-        inputs: query, key and value.
         segment_ids: None, or a pair of which each is an array or None; one array is for keys of the
             length of the queries, which are not filled up.
 

@@ -28,17 +28,7 @@ _ARGUMENTS = {"words": "dropout_rng", "prefix": "prefix_lengths"}
 def check_scores(
     attention: Arguments, scores: Sequence[str], query_tokens: int, key_tokens: int
 ) -> None:
-    """Raises what a call would that gives these scores.
-
-    Args:
-        attention: the attention that is asked about.
-        scores: names of what calls give.
-        query_tokens, key_tokens: tokens of the whole sequences.
-
-    Raises:
-        ValueError: unless they are names, in a tuple, of what calls may give for the scores.
-        NotImplementedError: if this attention serves them in no way.
-    """
+    """Raises what a call would that gives these scores."""
     if isinstance(scores, str):
         raise InputError(
             f"scores must be a tuple of names; got scores={scores!r}. Write scores=({scores!r},)."
@@ -53,17 +43,7 @@ def check_scores(
 
 
 def check_per_head(name: str, values: Any, heads: int, where: str = ", over all devices") -> Array:
-    """The sinks or the slopes as an array.
-
-    Args:
-        name: "sinks" or "slopes".
-        values: what is given.
-        heads: number of query heads.
-        where: of what the heads are all, to follow "each query head".
-
-    Raises:
-        ValueError: unless they are one float for each query head.
-    """
+    """The sinks or the slopes as an array."""
     array = jnp.asarray(values)
     if array.shape == (heads,) and jnp.issubdtype(array.dtype, jnp.floating):
         return array
@@ -80,17 +60,8 @@ def given_to_call(
 ) -> tuple[ScoreInputs, ScoreInputs]:
     """What a call gives beside query, key, value and segment ids, checked.
 
-    Args:
-        attention: the attention that is called.
-        inputs: query, key, value and segment ids, checked.
-        **given: as in `check_given`.
-
     Returns:
         What is given; and the specs of it, likewise.
-
-    Raises:
-        ValueError: if they do not fit the arrays or the mesh.
-        NotImplementedError: if this attention serves them in no way.
     """
     found = check_given(attention, inputs[0], inputs[1], **given)
     parts, tree = jax.tree_util.tree_flatten_with_path(found)
@@ -109,14 +80,7 @@ def given_to_shards(attention: Arguments, query: Array, key: Array, **given: Any
     """What `Attention.local` gives beside what one device holds.
 
     Args:
-        attention: the attention.
         query, key: the shards of this device. The columns of a bias are those of all keys.
-        **given: as in `check_given`.
-
-    Raises:
-        ValueError: if they do not fit the shards, or if `shard_map` tracks that the devices of a
-            sequence have keys of dropout of their own.
-        NotImplementedError: if this attention serves them in no way.
     """
     shape = list(key.shape)
     shape[1] *= attention.degrees.sequence
@@ -152,16 +116,10 @@ def check_given(
     """What is given for queries and keys, as far as it is.
 
     Args:
-        attention: the attention that is called.
         query, key: arrays, or shapes of such.
         slopes, bias, sinks, prefix_lengths, dropout_rng, dropout_rate, broadcast_dropout,
             deterministic: arguments of the call.
         seq_len: query tokens of whole rows; None for those of `query`.
-        where: as in `check_per_head`.
-
-    Raises:
-        ValueError: if they do not fit the arrays.
-        NotImplementedError: if this attention serves them in no way.
     """
     given: dict[str, Any] = {}
     check_static(deterministic=deterministic, broadcast_dropout=broadcast_dropout)

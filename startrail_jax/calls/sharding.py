@@ -82,14 +82,7 @@ class Sharded:
         return PartitionSpec(self._spec_entry("data"), self._spec_entry(*SEQUENCE_ROLES))
 
     def query_spec(self, heads: int) -> PartitionSpec:
-        """PartitionSpec of queries and outputs [batch, seq, heads, head_dim].
-
-        Args:
-            heads: query heads, over all devices.
-
-        Raises:
-            ValueError: if the heads cannot be split over `head` and `tensor`.
-        """
+        """PartitionSpec of queries and outputs [batch, seq, heads, head_dim]."""
         check_heads(self.degrees, heads, heads)
         return PartitionSpec(*self.sequence_spec, self._spec_entry("tensor"), None)
 
@@ -97,9 +90,6 @@ class Sharded:
         """PartitionSpec of keys and values [batch, seq, kv_heads, head_dim].
 
         Key heads that the tensor degree does not divide are replicated over its axis.
-
-        Args:
-            kv_heads: key heads, over all devices.
         """
         sharded = kv_heads % self.degrees.tensor == 0
         entry = self._spec_entry("tensor") if sharded else None
@@ -144,10 +134,6 @@ class Sharded:
             The trees with sharded arrays in place of host arrays: one tree if one was given, else a
             tuple. Arrays of four dimensions are sharded as `key_spec`, which is `query_spec` for
             query heads, and all others as `sequence_spec`.
-
-        Raises:
-            ValueError: if an array is sharded or traced already, if it has no token dimension, or
-                if the mesh does not divide its batch or its length.
         """
         _check_devices("shard", self.mesh)
         sharded = tuple(jax.tree.map(self._shard_array, tree) for tree in trees)
@@ -161,10 +147,6 @@ class Sharded:
 
         Returns:
             The bias sharded as `bias_spec`, with queries and keys in the order of the layout.
-
-        Raises:
-            ValueError: as `shard`, or if it has not four dimensions or the mesh does not divide its
-                heads.
         """
         _check_devices("shard_bias", self.mesh)
         _check_not_traced("shard_bias", bias)
@@ -200,10 +182,6 @@ class Sharded:
 
         Returns:
             NumPy arrays in place of arrays: one tree if one was given, else a tuple.
-
-        Raises:
-            ValueError: if an array is traced or not on the devices of the mesh, such as an array
-                that was already brought back, or if the layout does not divide the dimension.
         """
 
         def unshard_array(x: Any) -> np.ndarray:
@@ -237,10 +215,6 @@ class Sharded:
             The trees as `shard` gives them, with zeros as padding, and last the segment ids as
             int32, -1 for padding. The ids are None if none were given and no padding was needed. A
             call takes the ids of queries and of keys as a pair, and either may be None.
-
-        Raises:
-            ValueError: as `shard`; if arrays differ in batch or in the number of tokens; or if
-                segment ids are not one array of integers that fit int32.
         """
         if segment_ids is not None and not hasattr(segment_ids, "shape"):
             raise InputError(
@@ -280,15 +254,11 @@ class Sharded:
 
         Args:
             *trees: arrays, or trees of arrays, as `unshard` takes them.
-            seq_len: tokens of the sequence before `pad`.
             axis: the token dimension; 2 for the log-sum-exp [batch, heads, seq]. It may be counted
                 from the end, as -1.
 
         Returns:
             As `unshard`, with `seq_len` tokens.
-
-        Raises:
-            ValueError: as `unshard`, or if an array is not one of `seq_len` tokens after `pad`.
         """
         length = self.layout.padded_length(seq_len)
 
@@ -379,11 +349,7 @@ class Sharded:
 
 
 def int32_ids(ids: Any) -> Any:
-    """Segment ids as int32, on the host or where they are.
-
-    Raises:
-        ValueError: unless they fit, as cutting others to 32 bits could make two documents one.
-    """
+    """Segment ids as int32, on the host or where they are."""
     on_host = not isinstance(ids, jax.Array)
     ids = np.asarray(ids) if on_host else ids
     kind = ids.dtype

@@ -46,8 +46,6 @@ def served_call(
     """All that a call of an attention requires, in one visit.
 
     Args:
-        attention: the attention that is called.
-        arrays: query, key and value.
         segment_ids: None, one array, or a pair of which each is an array or None.
         dtype: dtype to cast query, key and value to; None leaves them as they are.
         is_causal, scale, implementation, local_window_size, softcap, padding_id, mask: arguments of
@@ -58,10 +56,6 @@ def served_call(
     Returns:
         The options of the attention that this call replaces; query, key, value and the arrays of
         segment ids as JAX arrays; and the spec of each of them.
-
-    Raises:
-        ValueError: if shapes, dtypes, shardings or options do not fit each other or the mesh.
-        NotImplementedError: if an option is not served.
     """
     check_whole(attention.mesh)
     _refuse_unserved(unserved)
@@ -247,10 +241,6 @@ def check_arrays(
 
     Args:
         query, key, value: arrays, or anything else with `shape` and `dtype`.
-        *ids: one array of segment ids for queries and keys, one array for each, or none.
-        degrees: the degrees of the mesh.
-        layout: the placement of the tokens.
-        mask: the mask.
     """
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim == 4:
@@ -362,9 +352,6 @@ def check_shardings(
 
     Args:
         names: names of the arrays, for the message; at least one for each array.
-        arrays: the arrays.
-        specs: the spec of each array.
-        mesh: the mesh of the attention.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {axis for axis, kind in kinds if kind == AxisType.Explicit}
@@ -416,9 +403,6 @@ def check_decode(
 
     Args:
         query, key, value, positions: arguments of `Attention.decode` or `decode_local`.
-        mask: the mask.
-        layout: the placement of the slots.
-        slots: slots of the whole cache, over all devices.
     """
     mask.check_closed("decode")
     if not mask.causal:
@@ -453,8 +437,6 @@ def check_update(
 
     Args:
         cache, new, positions: arguments of `Attention.update_cache` or `update_cache_local`.
-        layout: the placement of the slots.
-        slots: slots of the whole cache, over all devices.
         layers: whether the cache has a leading dimension of layers.
     """
     shape = cache.shape[layers:]

@@ -25,12 +25,7 @@ from startrail_jax.tokens.layout import Layout, slice_pairs
 
 
 def why_not_balanced(schedule: Schedule, query_tokens: int, key_tokens: int) -> str | None:
-    """Why tokens cannot or need not be exchanged; None if they can.
-
-    Args:
-        schedule: the schedule, whose `exchange` is chosen.
-        query_tokens, key_tokens: tokens of the whole sequences.
-    """
+    """Why tokens cannot or need not be exchanged; None if they can."""
     ranks, kind = schedule.layout.degree, schedule.layout.kind
     if kind != "contiguous":
         return f"the tokens are in {kind} order"

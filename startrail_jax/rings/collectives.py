@@ -213,7 +213,6 @@ def needed_heads(num_heads: int, parts: int, tensor: Axis) -> Int32[Array, " par
 
     Args:
         num_heads: number of key heads; every device along `tensor` holds all of them.
-        parts: into how many parts the head exchange splits the query heads of this device.
         tensor: the tensor axis.
 
     Returns:

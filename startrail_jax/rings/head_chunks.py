@@ -48,7 +48,6 @@ def in_chunks(
     Args:
         attend: attention of the heads of a chunk: out and lse from the number of its first query
             head, and from q, k and v.
-        head_chunks: number of chunks, which divides the key heads.
         q: queries [b, t, n, h]; neighbouring heads share a key head.
         k, v: keys and values, [b, s, k, h] and [b, s, k, v].
 

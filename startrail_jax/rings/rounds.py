@@ -85,7 +85,6 @@ class Rounds(Options):
         """Positions of the query unit of ring index p and group index g.
 
         Args:
-            seq_len: tokens of the whole sequence.
             p, g: the indices; they may be traced, or NumPy arrays.
         """
         unit = p * self.group.degree + g
@@ -95,7 +94,6 @@ class Rounds(Options):
         """Positions of the key unit that ring index p and team index a have in round 0.
 
         Args:
-            seq_len: key tokens of the whole sequence.
             p, a: the indices; they may be traced, or NumPy arrays.
         """
         if self.published:

@@ -53,11 +53,9 @@ def of_device(
     """What a call gives, for this device's rows and the heads of its tensor rank.
 
     Args:
-        schedule: the schedule of calls that give nothing.
         given: slopes and sinks of all heads, or of those of q, the rows of the bias that belong to
             this device's queries, a dropout that does not know its rows and heads yet, and the
             prefixes of this device.
-        q: this device's queries, before the head exchange.
         axes: the axes of each role.
 
     Returns:
@@ -89,11 +87,6 @@ def of_units(schedule: Schedule, given: ScoreInputs, q: QueryShard) -> ScoreInpu
     With H and A the degrees of head and team, a device receives (H - 1) / H of its share of the
     bias, or H - 1 shares if all heads have one, and then (A - 1) / A. Gradients go the same way
     back, and are summed where a bias serves several rows or heads.
-
-    Args:
-        schedule: the schedule.
-        given: what `of_device` gives.
-        q: this device's queries, after the head exchange.
 
     Returns:
         Slopes and sinks of the heads of q, and a bias that has the rows of the query unit, and
@@ -148,9 +141,6 @@ def visibility_and_scores(
     """What a query unit sees of a key unit, and the scores there.
 
     Args:
-        schedule, seq_len, device: as in `Schedule.visibility`.
-        units: queries, keys, and the segment ids of both.
-        given: what the call gives, as `of_units` leaves it.
         **distance: how far one of the units has come, as in `Schedule.visibility`.
     """
     _, k, *ids = units

@@ -72,15 +72,8 @@ class Sizes:
         """Raises unless attention of these sizes, over all devices, can be split by `degrees`.
 
         Args:
-            degrees: the degrees that split batch, tokens and heads.
-            mask: which position sees which.
             layout: the placement of the tokens; None if it is not known. The sequence degree must
                 then divide the lengths, which every layout requires.
-
-        Raises:
-            ValueError: if a size is not positive, if a degree does not divide the size that it
-                splits, if queries and keys under a mask differ in length, or if the mask does not
-                fit the length.
         """
         _check_positive("batch", self.batch)
         _check_positive("seq_len", self.query_tokens)
@@ -172,11 +165,6 @@ def traveller(options: Options, share: Sizes, *, team: int, group: int) -> Side:
     side, which are query, dout and ids with lse and delta in float32 and dq in `gradient_dtype`; or
     `group` shares of the key side, which are key, value and ids with dk and dv in `gradient_dtype`.
     A tie, and what is published, go to "query", the choice of the paper.
-
-    Args:
-        options: the options.
-        share: the share of one device.
-        team, group: degrees.
     """
     if options.backward != "auto":
         return options.backward
@@ -190,17 +178,7 @@ def traveller(options: Options, share: Sizes, *, team: int, group: int) -> Side:
 
 
 def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
-    """Raises unless the heads can be grouped, and split over `head` and `tensor`.
-
-    Args:
-        degrees: the degrees of the mesh.
-        heads: query heads, over all devices.
-        kv_heads: key and value heads, over all devices.
-
-    Raises:
-        ValueError: if `head * tensor` does not divide `heads`, if `kv_heads` does not divide
-            `heads`, or if neither of `kv_heads` and `head * tensor` divides the other.
-    """
+    """Raises unless the heads can be grouped, and split over `head` and `tensor`."""
     _check_positive("heads", heads)
     _check_positive("kv_heads", kv_heads)
     parts = degrees.head * degrees.tensor
@@ -227,9 +205,6 @@ def dtype_name(dtype: Any) -> str:
 
     Args:
         dtype: a name, a NumPy dtype or a JAX scalar type such as `jnp.bfloat16`.
-
-    Raises:
-        ValueError: if query, key and value cannot have this dtype.
     """
     try:
         name = np.dtype(dtype).name

@@ -52,9 +52,6 @@ from startrail_jax.xla.varying import alike
 def sparse_cases(mask: Mask, layout: Layout, seq_len: int) -> tuple[tuple[Pieces, ...], ...]:
     """The pieces of what each rank sees of its own keys and then of each run of keys that arrives.
 
-    Args:
-        mask, layout, seq_len: as in `plan_sparse`, of which there is one.
-
     Returns:
         For own keys and for each run, the pieces of each rank; none if the mask is no causal
         window.

@@ -153,13 +153,7 @@ class SparsePlan:
 
 
 def why_not_sparse(mask: Mask, layout: Layout, seq_len: int) -> str | None:
-    """Why only the keys that are seen cannot or need not be sent; None if they can.
-
-    Args:
-        mask: the mask.
-        layout: the layout of queries and keys.
-        seq_len: tokens of the whole sequence.
-    """
+    """Why only the keys that are seen cannot or need not be sent; None if they can."""
     within = mask.within(seq_len)
     if layout.degree == 1:
         return "one device holds all keys"
@@ -191,10 +185,6 @@ def plan_sparse(mask: Mask, layout: Layout, seq_len: int) -> SparsePlan | None:
 
 def plan_of(slices: Slices, shows: Shows) -> SparsePlan | None:
     """The plan of the fewest bytes that is found.
-
-    Args:
-        slices: where keys and queries lie.
-        shows: what queries see of keys.
 
     Returns:
         The plan; None if it is not worth looking for, as each device needs keys of very many

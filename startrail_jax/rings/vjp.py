@@ -67,11 +67,8 @@ def sharded_attention(
     float32 arrays until then, so that their gradients are summed before they are rounded.
 
     Args:
-        schedule: what `Attention.schedule` holds.
-        q: this device's queries, of all the heads that its tensor rank holds.
         k, v: its keys and values, likewise: in the dtype of q, or copies (`copy_heads`).
         query_segments, key_segments: segment ids of the same tokens; both or neither.
-        given: what `score_units.of_device` gives, whose scores `schedule.scores` names.
 
     Returns:
         out in the dtype of q and lse in float32, for this device's tokens.

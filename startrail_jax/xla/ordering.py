@@ -47,10 +47,6 @@ def in_turn(done: Any, then: Any) -> tuple[Any, Any]:
     `then`. So of two equal computations, the one that gives `done` and the one that takes `then`,
     one ends before the other begins, and they never need memory at the same time.
 
-    Args:
-        done: pytree of arrays, the results of the one.
-        then: pytree of arrays, the inputs of the other.
-
     Returns:
         `done` and `then`, unchanged.
     """
@@ -78,8 +74,6 @@ def recompute_in_backward(
 
     Args:
         values: pytree of residuals, of any shapes and dtypes.
-        dout: gradient of the output.
-        lse: log-sum-exp of the forward pass.
 
     Returns:
         `values`, unchanged.
@@ -100,7 +94,6 @@ def zeros_after(
     Args:
         like: gives the shape, but for the last dimension.
         dim: the last dimension.
-        opaque_false: a false predicate that XLA cannot constant-fold.
     """
     zeros = jnp.where(opaque_false, like[..., :1].astype(jnp.float32), 0.0)
     return jnp.broadcast_to(zeros, (*like.shape[:-1], dim))
