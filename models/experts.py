@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from models.layers import MLP
 from models.linear import linear, project
@@ -182,6 +182,7 @@ class Experts(nnx.Module):
         shares: Float32[Array, "B T k"],
         copy: Callable[[Array], Array],
         reduce: Callable[[Array], Array],
+        axes: tuple[str, ...] = (),
     ) -> Float[Array, "B T width"]:
         """The output of the layer.
 
@@ -189,6 +190,7 @@ class Experts(nnx.Module):
             x: its inputs.
             chosen, shares: of a `Route`.
             copy, reduce: `Hooks.copy_to_tensor` and `Hooks.reduce_from_tensor`.
+            axes: `Hooks.expert_axes`.
         """
         tokens = x.reshape(-1, x.shape[-1])
         to, by = (y.reshape(-1, self.sizes.top_k) for y in (chosen, shares))
@@ -203,7 +205,8 @@ class Experts(nnx.Module):
             }
         scales = tuple((name, x.scale) for name, x in projections.items())
         expert = functools.partial(_expert, self.sizes.activation, scales)
-        out: Any = by_group(expert, weights, copy(tokens), to, copy(by))
+        given = (weights, copy(tokens), to, copy(by))
+        out: Any = by_dispatch(expert, axes, *given) if axes else by_group(expert, *given)
         # Sums over devices, too, are of float32 numbers.
         out = reduce(out)
         if self.expert_down_bias is not None:
@@ -308,7 +311,7 @@ def by_group(
         weights: tree of arrays [experts, ...], float32, whose matrices have values of the type of
             x. Their gradients are added up in float32.
         x: tokens.
-        chosen: the experts of each token, each once.
+        chosen: the experts of each token, each once; a number beyond the last expert for none.
         shares: what `expert` multiplies by.
     """
     narrow, tiles = _narrow(weights, x.dtype), tiles_of(chosen, _count(weights))
@@ -351,6 +354,115 @@ def _backward(expert: Any, arguments: Any, dout: Array) -> tuple[Any, ...]:
 
 
 by_group.defvjp(_forward, _backward)
+
+
+DISPATCHES = 4
+"""Messages in which each device sends its assignments to the others, if all of them get as many."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def by_dispatch(
+    expert: Callable[..., Array],
+    axes: tuple[str, ...],
+    weights: Any,
+    x: Float[Array, "tokens width"],
+    chosen: Int32[Array, "tokens k"],
+    shares: Float32[Array, "tokens k"],
+) -> Float32[Array, "tokens width"]:
+    """`by_group` where each device has some of the experts, in their order.
+
+    Tokens are sent to the devices of their experts, and outputs back, in the type of x. Messages
+    have one size, and there are as many as the busiest pair of devices needs: no token is dropped.
+
+    Args:
+        axes: the mesh axes over which experts are divided, inside a `shard_map`.
+        weights: those of the experts of this device.
+        expert, x, chosen, shares: as in `by_group`, with the experts of all devices.
+    """
+    dispatch = _Dispatch(axes, _count(weights), chosen)
+
+    def step(number: Array, out: Array) -> Array:
+        rows, token = dispatch.rows(number)
+        there, to, by = dispatch.sent(rows, token, x, shares)
+        back: Any = by_group(expert, weights, there, to, by)
+        back = dispatch.exchange(back.astype(x.dtype).reshape(*rows.shape, -1))
+        return out.at[token].add(back.astype(jnp.float32), mode="drop")
+
+    return lax.fori_loop(0, dispatch.messages, step, _zeros(x.shape, weights, x, shares))
+
+
+def _dispatch_forward(expert: Any, axes: Any, *arguments: Any) -> tuple[Array, Any]:
+    return by_dispatch(expert, axes, *arguments), arguments
+
+
+def _dispatch_backward(expert: Any, axes: Any, arguments: Any, dout: Array) -> tuple[Any, ...]:
+    weights, x, chosen, shares = arguments
+    dispatch = _Dispatch(axes, _count(weights), chosen)
+
+    def step(number: Array, sums: Any) -> Any:
+        dweights, dx, dshares = sums
+        rows, token = dispatch.rows(number)
+        there, to, by = dispatch.sent(rows, token, x, shares)
+        of_rows = dout.astype(x.dtype).at[token].get(mode="fill", fill_value=0)
+        of_rows = dispatch.exchange(of_rows).reshape(there.shape).astype(jnp.float32)
+        of_weights, of_x, _, of_shares = _backward(expert, (weights, there, to, by), of_rows)
+        of_x, of_shares = (
+            dispatch.exchange(y.reshape(*rows.shape, *y.shape[1:])) for y in (of_x, of_shares[:, 0])
+        )
+        dx = dx.at[token].add(of_x.astype(jnp.float32), mode="drop")
+        dshares = dshares.at[rows].set(of_shares, mode="drop")
+        return jax.tree.map(jnp.add, dweights, of_weights), dx, dshares
+
+    like = (weights, x, shares, dout)
+    first = (
+        jax.tree.map(lambda w: _zeros(w.shape, like), weights),
+        _zeros(x.shape, like),
+        _zeros(shares.size, like),
+    )
+    dweights, dx, dshares = lax.fori_loop(0, dispatch.messages, step, first)
+    return dweights, dx.astype(x.dtype), None, dshares.reshape(shares.shape)
+
+
+by_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+class _Dispatch:
+    """Which assignments of this device each message has: those of each device, in their order."""
+
+    def __init__(self, axes: tuple[str, ...], experts: int, chosen: Int32[Array, "tokens k"]):
+        self._axes, self._experts, self._chosen = axes, experts, chosen
+        devices = lax.axis_size(axes)
+        self._size = -(-chosen.size // (devices * DISPATCHES))
+        device = chosen.reshape(-1) // experts
+        self._order = jnp.argsort(device, stable=True)
+        self._counts = jnp.zeros(devices, jnp.int32).at[device].add(1)
+        self._first = jnp.cumsum(self._counts) - self._counts
+        # The same number on all devices, which take part in every message.
+        busiest = jnp.max(self._counts)
+        self.messages = -(-lax.pmax(busiest, tuple(varying_axes(busiest))) // self._size)
+
+    def rows(self, number: Array) -> tuple[Int32[Array, "P rows"], Int32[Array, "P rows"]]:
+        """The assignments of a message, as in `Tiles`, and their tokens; beyond the last for
+        none."""
+        place = number * self._size + jnp.arange(self._size, dtype=jnp.int32)[None]
+        filled = place < self._counts[:, None]
+        place = jnp.minimum(self._first[:, None] + place, self._chosen.size - 1)
+        rows = jnp.where(filled, self._order[place], self._chosen.size)
+        tokens, k = self._chosen.shape
+        return rows, jnp.where(filled, rows // k, tokens)
+
+    def sent(self, rows: Array, token: Array, x: Array, shares: Array) -> tuple[Array, ...]:
+        """What this device gets: tokens, their experts among its own, and their shares."""
+        options: Any = {"mode": "fill", "fill_value": 0}
+        expert = self._chosen.reshape(-1).at[rows].get(**options) % self._experts
+        expert = jnp.where(rows < self._chosen.size, expert, self._experts)
+        share = shares.reshape(-1).at[rows].get(**options)
+        there = self.exchange(x.at[token].get(**options)).reshape(-1, x.shape[1])
+        return there, *(self.exchange(y).reshape(-1, 1) for y in (expert, share))
+
+    def exchange(self, x: Shaped[Array, "P ..."]) -> Shaped[Array, "P ..."]:
+        """Part i goes to device i, and what comes from it takes its place."""
+        return lax.all_to_all(x, self._axes, 0, 0, tiled=True)
 
 
 def _rows(tile: Tiles, x: Array, shares: Array) -> tuple[Array, Array, Array]:

@@ -465,7 +465,7 @@ class GPTBlock(nnx.Module):
         x = self._normalised(x, self.mlp_norm)
         route = mlp.route(x, token_weights, hooks.sum_over_tokens)
         # Not in tiles of tokens, of which an expert would have few: it has tiles of its own.
-        out = mlp(x, route.chosen, route.shares, copy, reduce)
+        out = mlp(x, route.chosen, route.shares, copy, reduce, hooks.expert_axes)
         return self._normalised(out, self.mlp_out_norm), route
 
     def _normalised(self, x: Float[Array, "B T width"], norm: nnx.RMSNorm | None) -> Array:

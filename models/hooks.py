@@ -55,6 +55,9 @@ class Hooks:
     mean over the tensor-parallel devices, with its gradient."""
     sum_over_tokens: Callable[[Array], Array] = _unchanged
     """The sum over the devices that have different tokens of a batch. It has no gradient."""
+    expert_axes: tuple[str, ...] = ()
+    """Mesh axes over whose devices the experts of a layer are divided, so that tokens are sent to
+    them; with none, every device has the weights of all experts."""
     attend_whole: Callable[[Array, Array, Array], Array] = jax.nn.dot_product_attention
     """Attention of tokens to others that are whole on every device, such as those of a text:
     (query [B T N H], key [B S N H], value [B S N H]) -> [B T N H]."""

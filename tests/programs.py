@@ -23,8 +23,8 @@ from trainer.config import OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
-from trainer.parallel.checks import check_step, make_attention
-from trainer.parallel.partition import Partition, path_name
+from trainer.parallel.checks import check_step, make_attention, make_partition
+from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program
 from trainer.run import metrics
 from trainer.session import Session
@@ -234,5 +234,5 @@ def check_first_step(config, degrees):
     """Raises what the first step of a run would raise on a mesh, which need not be there."""
     sizes = tuple(vars(degrees)[role] for role in ROLES)
     mesh = AbstractMesh(sizes, ROLES, (AxisType.Auto,) * len(ROLES))
-    partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
-    check_step(config, degrees, partition)
+    objective = TASKS[config.kind].make_objective(config)
+    check_step(config, degrees, make_partition(mesh, config, objective))

@@ -407,7 +407,15 @@ class TrainConfig:
             ),
             *("allow_changes", "devices", "plan", "log_every", "tensorboard", "profile"),
         ),
-        "memory": ("zero", "zero_axes", "remat", "offload", "tile", "gradient_accumulation"),
+        "memory": (
+            "zero",
+            "zero_axes",
+            "experts",
+            "remat",
+            "offload",
+            "tile",
+            "gradient_accumulation",
+        ),
         "evaluation": (
             *("validation_every", "validation_sequences", "ema_decay"),
             *("sample_length", "temperature"),

@@ -201,10 +201,16 @@ class Tally:
 
 
 class TrafficReader:
-    """Adds up the collectives of a program; raises as `read_traffic` does."""
+    """Adds up the collectives of a program; raises as `read_traffic` does.
 
-    def __init__(self, module: HloModule):
+    Args:
+        module: the program.
+        unknown_turns: turns of loops with collectives whose trip count is not known; None to raise.
+    """
+
+    def __init__(self, module: HloModule, unknown_turns: int | None = None):
         self.module = module
+        self.unknown_turns = unknown_turns
         self.tallies: dict[str, Tally] = {}
         self._results: dict[str, dict[str, str]] = {}
 
@@ -282,6 +288,8 @@ class TrafficReader:
         match = _required(_LOOP, instruction)
         condition, body = self.computation(match[1]), self.computation(match[2])
         count = trip_count(instruction)
+        if count is None and body.counts:
+            count = self.unknown_turns
         if count is not None:
             tally.add(body, count)
             tally.add(condition, count + 1)

@@ -94,6 +94,8 @@ class StepSizes:
     """Those of the largest layer."""
     turn_trained: Amount
     """Weights that have gradients, of the layers of a turn of the loop with most layers."""
+    expert_shards: Amount = 1
+    """Devices over which the experts of a layer are divided, so that tokens are sent to them."""
     rows: Amount = 1
     """Sequences of one part of a batch."""
     in_rings: Amount = True
@@ -527,7 +529,7 @@ def _sparse_attention_bytes(sizes: StepSizes) -> Amount:
 
 def _mlp_elements(sizes: StepSizes) -> Amount:
     """Elements of the matrices of one MLP, or of all experts of a layer, on a device."""
-    return sizes.model.largest_feed_forward // sizes.degrees.tensor
+    return sizes.model.largest_feed_forward // sizes.degrees.tensor // sizes.expert_shards
 
 
 def _mlp_bytes(sizes: StepSizes) -> Amount:
@@ -546,6 +548,9 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
         shared = 6 * model.experts.shared_width // sizes.degrees.tensor * model.itemsize
         activations = sizes.tokens * (stream + shared + 3 * FLOAT32 * model.experts.count)
         summed = FLOAT32 * weights * (not model.lora_rank)
+        # Inputs, outputs and their gradients, of one message.
+        message = (sizes.expert_shards > 1) * model.dispatched_bytes(sizes.tokens) / 5
+        activations = activations + 6 * message
     return activations + used + summed
 
 

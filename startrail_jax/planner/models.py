@@ -69,6 +69,8 @@ class MoESizes:
 
 
 _FEED_FORWARD = ("gate", "up", "down", "expert_gate", "expert_up", "expert_down")
+_DISPATCHES = 4
+"""Messages of a device to each other one: see `models.experts.DISPATCHES`."""
 _PADDING = 8
 """Rows of experts over those that are filled up: see `models.experts.tile_rows`."""
 
@@ -181,6 +183,9 @@ class ModelSizes:
     """What follows attention in each layer, "mlp" or "experts"; the list repeats."""
     experts: MoESizes | None = None
     """The layers of experts, if there are some."""
+    dispatch: bool | None = None
+    """Whether ZeRO 3 sends tokens to experts; None if it does where this moves fewer bytes than to
+    gather the experts of a layer."""
     outputs: int
     """Numbers for each token: size of the vocabulary, or values of a patch."""
     tied_head: bool = False
@@ -439,6 +444,42 @@ class ModelSizes:
         """All weights."""
         layers = sum(kind.count * (kind.elements + kind.adapters) for kind in self.kinds)
         return layers + self.other_elements
+
+    def dispatches(self, tokens: Any, devices: Any, tensor: Any) -> Any:
+        """Whether ZeRO 3 sends tokens to experts, and does not gather these.
+
+        A step sends inputs and outputs of the experts of every token, and backward inputs and two
+        gradients. Or it gathers their weights twice, and adds up their float32 gradients.
+
+        Args:
+            tokens: tokens of a device.
+            devices: devices over which ZeRO divides the experts.
+            tensor: degree of tensor parallelism.
+        """
+        if self.experts is None:
+            return False
+        legal = (devices > 1) & (self.experts.count % devices == 0)
+        if self.dispatch is not None:
+            return legal & self.dispatch
+        return legal & (5 * self.dispatched_bytes(tokens) < self.gathered_bytes / tensor)
+
+    def dispatched_bytes(self, tokens: Any) -> Any:
+        """Bytes of one array of all assignments of a device, in messages of which the last is not
+        full."""
+        assert self.experts is not None, "the caller has looked"
+        sent = (1 + 1 / _DISPATCHES) * self.experts.top_k
+        return sent * tokens * self.width * self.itemsize
+
+    @property
+    def expert_elements(self) -> int:
+        """Weights of the matrices of all experts of a layer."""
+        experts = self.experts
+        return 0 if experts is None else 3 * experts.count * self.width * experts.width
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that a step sends to gather the experts of a layer, and to add up gradients."""
+        return self.expert_elements * (2 * self.itemsize + 4 * (not self.lora_rank))
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step for each token, as `train.py` counts them for its MFU.

@@ -108,6 +108,13 @@ class Step:
         self.trained = self._of_layers(self.layer_trained) + self.other_trained
         """All weights that have gradients."""
 
+        devices, tensor = self.settings.replicas, self.settings.tensor
+        self._dispatches = model.dispatches(self.tokens, devices, tensor) & (self.tokens > 0)
+        """Whether tokens are sent to experts at ZeRO 3."""
+        stay = model.expert_elements // tensor * self._dispatches
+        self._staying = [stay * (kind.feed_forward == "experts") for kind in self.kinds]
+        """Weights of a layer of each kind that are then not gathered."""
+
     def _on_device(self, kind: LayerKind) -> np.ndarray:
         """Weights of a layer on a device, when ZeRO has gathered them."""
         tensor, keys = self.settings.tensor, kind.weights(*kind.of_keys)
@@ -222,10 +229,13 @@ class Step:
         hides = self.cluster.overlaps
         outside = self._summed(self.other_trained, whole=False).seconds
         exposed = []
-        for elements, trained, there, back in zip(
-            self.layer_elements, self.layer_trained, forwards, backwards, strict=True
-        ):
-            gather = self._gathered(elements).seconds
+        rows = zip(
+            self.layer_elements, self.layer_trained, self._staying, forwards, backwards, strict=True
+        )
+        for elements, trained, staying, there, back in rows:
+            stays = staying if level == 3 else 0
+            gather = self._gathered(elements - stays).seconds
+            trained = trained - stays * (self.call.model.lora_rank == 0)
             scatter = self._summed(trained, whole=False).seconds
             backward = back + there
             if level == 2:
@@ -233,6 +243,9 @@ class Step:
                 continue
             first = np.maximum(gather - hides * there, 0)
             exposed.append(first + np.maximum(gather + scatter - hides * backward, 0))
+            if np.any(staying):
+                sent = self.call.model.dispatched_bytes(self.tokens) * (staying > 0)
+                exposed[-1] += 5 * self._links.over_replicas("all_to_all", sent).seconds
         once = self._gathered(self.whole_elements if level == 2 else other).seconds
         return outside + once + self._of_layers(exposed)
 
@@ -296,6 +309,8 @@ class Step:
     def sizes(self, savings: Savings) -> StepSizes:
         """The sizes on which the memory of the step depends."""
         model, settings, tokens = self.call.model, self.settings, self.tokens
+        stays = self._dispatches & (savings.zero == 3)
+        staying = [x * stays for x in self._staying]
         shards = settings.replicas if savings.zero else 1
         trained = self.trained // shards
         frozen = self.whole_elements - self.trained
@@ -323,11 +338,12 @@ class Step:
             stacked_elements=self.stacked_elements,
             moved_elements=_moved_elements(self.call, settings),
             frozen_elements=frozen,
-            layer_elements=np.max(self.layer_elements, axis=0),
+            layer_elements=np.max(np.subtract(self.layer_elements, staying), axis=0),
             turn_trained=sum(
-                turn[kind.mixer, kind.feed_forward] * x
-                for kind, x in zip(self.kinds, self.layer_trained, strict=True)
+                turn[kind.mixer, kind.feed_forward] * (x - stay * (model.lora_rank == 0))
+                for kind, x, stay in zip(self.kinds, self.layer_trained, staying, strict=True)
             ),
+            expert_shards=np.where(stays, settings.replicas, 1),
             rows=self.call.batch // settings.data,
             in_rings=self._in_rings,
             sparse_keys=self._sparse_keys * (self.call.batch // settings.data),

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.experts import Experts, ExpertSizes, by_group, tile_rows, tiles_of
+from models.experts import (
+    Experts,
+    ExpertSizes,
+    _Dispatch,
+    _expert,
+    by_dispatch,
+    by_group,
+    tile_rows,
+    tiles_of,
+)
 from models.lora import narrow_matrices
 
 SCALE = 0.75
@@ -206,3 +215,40 @@ def test_a_bias_counts_in_the_choice_alone_and_learns_from_the_load():
     assert value == pytest.approx(float(jnp.mean(plain.auxiliary)), rel=1e-6)
     counts = np.bincount(np.asarray(plain.chosen).ravel(), minlength=6) / 40
     np.testing.assert_allclose(gradients["choice_bias"][...], counts - 2 / 6, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "messages"),
+    [
+        (np.arange(480).reshape(240, 2) % 16, 4),
+        (np.tile([3, 2], (240, 1)), 30),
+        (np.where(np.arange(240) < 30, 0, np.arange(240) % 15 + 1)[:, None], 30),
+        (np.arange(8)[:, None] * 2, 1),
+    ],
+    ids=["balanced", "one device", "uneven", "one token each"],
+)
+def test_tokens_that_are_sent_to_experts_have_the_outputs_of_all(chosen, messages):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (16, 8, 12), "up": (16, 8, 12), "down": (16, 12, 8)}
+    weights = {x: jnp.asarray(rng.normal(size=y) / 3, jnp.float32) for x, y in shapes.items()}
+    x, dout = (jnp.asarray(rng.normal(size=(len(chosen), 8)), jnp.float32) for _ in range(2))
+    shares = jnp.asarray(rng.random(chosen.shape), jnp.float32)
+    expert = functools.partial(_expert, "swiglu", ())
+    chosen, spec = jnp.asarray(chosen, jnp.int32), jax.P(("a", "b"))
+
+    def on_device(weights, x, chosen, shares):
+        count = _Dispatch(("a", "b"), 2, chosen).messages
+        return by_dispatch(expert, ("a", "b"), weights, x, chosen, shares), count
+
+    sent = jax.shard_map(on_device, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, jax.P()))
+    given = weights, x, shares
+    found, pull, count = jax.vjp(
+        jax.jit(lambda w, x, s: sent(w, x, chosen, s)), *given, has_aux=True
+    )
+    right, pull_right = jax.vjp(lambda w, x, s: by_group(expert, w, x, chosen, s), *given)
+    assert int(count) == messages
+    for a, b in zip(
+        *map(jax.tree.leaves, ((found, pull(dout)), (right, pull_right(dout)))), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())

@@ -359,6 +359,24 @@ def test_planner_moves_the_weights_that_a_run_moves(model, tensor):
     assert planner_step._moved_elements(call, settings) == exact
 
 
+def test_tokens_are_sent_to_experts_where_these_are_more_bytes():
+    """A step of Qwen3-30B-A3B sends as many bytes either way with about 23,000 tokens a GPU."""
+    recipe = RECIPES["qwen3_30b_a3b_1m"]()
+    weights = 3 * 128 * 2048 * 768
+    for tokens, sends in ((1024, True), (20_000, True), (32_768, False)):
+        found = {}
+        for way in ("auto", "gather", "dispatch"):
+            config = dataclasses.replace(recipe, seq_len=8 * tokens, experts=way)
+            objective = TASKS[config.kind].make_objective(config)
+            found[way] = step_sizes.step_sizes(config, objective, st.Degrees(head=4, ring=2))
+        assert found["auto"].expert_shards == (8 if sends else 1)
+        few, all_of_them = found["dispatch"], found["gather"]
+        assert all_of_them.layer_elements - few.layer_elements == weights * 7 // 8
+        assert all_of_them.turn_trained - few.turn_trained == weights * 7 // 8
+        assert MODELS["qwen3_30b_a3b"].dispatches(tokens, 8, 1) == sends
+        assert not MODELS["qwen3_30b_a3b"].dispatches(tokens, 3, 1)
+
+
 def test_only_the_largest_phase_counts():
     parts = (
         Part(name="weights", size=3),

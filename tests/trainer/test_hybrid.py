@@ -11,7 +11,15 @@ from flax import nnx
 
 import startrail_jax as st
 from models.hooks import Hooks
-from programs import SMALL, learnable_tokens, make_config, placed, saved_by_layers, train_steps
+from programs import (
+    SMALL,
+    check_first_step,
+    learnable_tokens,
+    make_config,
+    placed,
+    saved_by_layers,
+    train_steps,
+)
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
@@ -95,6 +103,11 @@ SETTINGS = {
     "tensor": (st.Degrees(data=2, team=2, tensor=2), {"zero": 3}),
     "more tensor than key heads": (st.Degrees(ring=2, tensor=4), {"remat": "none"}),
     "16 devices": (st.Degrees(team=2, ring=2, tensor=4), {"zero": 3}),
+    "experts dispatched": (st.Degrees(head=2), {"zero": 3, "experts": "dispatch"}),
+    "experts dispatched over an axis": (
+        st.Degrees(team=2, ring=2, tensor=2),
+        {"zero": 3, "zero_axes": ("team",), "experts": "dispatch", "remat": "full"},
+    ),
     "accumulation, products saved": (
         st.Degrees(group=2, team=2),
         {"gradient_accumulation": 2, "remat": "products_saved"},
@@ -222,6 +235,14 @@ def test_experts_that_make_no_sense_are_refused(experts, others, words):
     with refused(InputError, words):
         experts = dataclasses.replace(HYBRID["experts"], **experts)
         GPTConfig(**HYBRID | {"experts": experts} | others)
+
+
+def test_tokens_are_sent_to_experts_of_zero_3_alone():
+    with refused(InputError, "experts=dispatch, zero=2, feed_forwards=mlp experts experts"):
+        dataclasses.replace(CONFIG, zero=2, experts="dispatch")
+    config = dataclasses.replace(CONFIG, zero=3, experts="dispatch")
+    with refused(InputError, "got 4 devices and 6 experts"):
+        check_first_step(config, st.Degrees(ring=4))
 
 
 def test_adapters_need_a_projection_of_all_tokens():

@@ -554,6 +554,9 @@ class GPTTrainConfig(TrainConfig):
     taken."""
     seq_len: int
     """Number of tokens in a sequence."""
+    experts: Literal["auto", "gather", "dispatch"] = "auto"
+    """Whether ZeRO 3 gathers the experts of a layer, or sends each token to the devices that have
+    its experts. The default is what sends fewer bytes: to gather them, if sequences are long."""
     sample_length: int = 0
     """Number of tokens to sample after training; 0 for no sample."""
     temperature: float = 0.8
@@ -567,6 +570,13 @@ class GPTTrainConfig(TrainConfig):
                 "init_text_only needs a pretrained model; got no init_from. Leave it out."
             )
         check_minimum("seq_len", self.seq_len, 1)
+        has_experts = "experts" in self.model.layer_feed_forwards
+        if self.experts != "auto" and not (has_experts and self.zero == 3):
+            raise InputError(
+                "experts needs layers of experts, and zero 3, which divides them; got "
+                f"experts={self.experts}, zero={self.zero}, "
+                f"feed_forwards={' '.join(self.model.feed_forwards)}. Leave it out."
+            )
         for name in ("sample_length", "temperature"):
             check_minimum(name, getattr(self, name), 0)
         if self.sample_length >= self.seq_len:

@@ -56,6 +56,8 @@ class NextToken(Objective):
             sizes = {name: model.expert_sizes[name] for name in names}
             sizes["choice_bias"] = model.experts.balance_rate > 0
             experts = {"feed_forwards": model.feed_forwards, "experts": MoESizes(**sizes)}
+            ways = {"auto": None, "gather": False, "dispatch": True}
+            experts["dispatch"] = ways[config.experts]
         return ModelSizes(
             **common_sizes(config),
             **{name: getattr(model, name) for name in same},

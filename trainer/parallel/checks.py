@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -22,6 +23,24 @@ def make_attention(
     """The attention of a run on a mesh."""
     options = config.attention_of_model | vars(config.attention)
     return Attention(mesh, causal=objective.causal, **options)
+
+
+def make_partition(
+    mesh: Mesh | AbstractMesh, config: TrainConfig, objective: Objective
+) -> Partition:
+    """How the state of a run is sharded on a mesh."""
+    partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
+    tokens = config.batch_size * config.num_tokens // config.gradient_accumulation
+    tokens //= partition.size(partition.replicas)
+    devices, tensor = (partition.size(x) for x in (partition.zero, partition.tensor))
+    sizes = objective.sizes
+    dispatches = config.zero == 3 and bool(sizes.dispatches(tokens, devices, tensor))
+    if sizes.experts is not None and sizes.dispatch and not dispatches:
+        raise InputError(
+            "experts=dispatch needs devices of zero_axes whose number divides the experts; got "
+            f"{devices} devices and {sizes.experts.count} experts. Use --experts gather."
+        )
+    return replace(partition, dispatches=dispatches)
 
 
 def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> None:

@@ -79,6 +79,9 @@ class Split:
     """If it is replicated over `tensor` because there are fewer key heads than devices, the axes
     over whose devices heads are divided. Each takes the heads that it needs when the weight is
     used."""
+    stays: bool = False
+    """Whether each device uses its shard as it is: some of the experts, to which tokens are
+    sent."""
     shared: bool = False
     """Whether every device along `tensor` uses all of it, for its own part of a product: a matrix
     of an adapter on the side of the kernel that is not split."""
@@ -105,6 +108,8 @@ class Partition:
     """Mesh axes that ZeRO splits over; those of degree 1 make no difference."""
     dtype: Any = jnp.float32
     """Type in which weights are gathered and used."""
+    dispatches: bool = False
+    """Whether tokens are sent to experts, which level 3 divides and then does not gather."""
 
     @property
     def zero(self) -> tuple[str, ...]:
@@ -185,6 +190,7 @@ class Partition:
         return Split(
             tensor=None if copied else dim,
             zero=stacked if stacked in fits else max(fits, key=lambda i: x.shape[i], default=None),
+            stays=self.dispatches and counts_experts(layer),
             vector=len(x.shape) == stacked + 1 or layer in PRECISE,
             copied_heads=copied,
             shared=shared,
@@ -318,7 +324,7 @@ class Partition:
     def _all_gather(self, x: Array, split: Split) -> Array:
         """The whole of an array that is split over ZeRO's axes, in the type in which it is used."""
         x = x if split.vector else x.astype(self.dtype)
-        if split.zero is None:
+        if split.zero is None or split.stays:
             return x
         return lax.all_gather(x, self.zero, axis=split.zero, tiled=True)
 
@@ -326,9 +332,11 @@ class Partition:
         """The sum of a device's addend over all replicas; of a split array, its own shard of it."""
         left = self.replicas
         if split.zero is not None:
-            gradient = lax.psum_scatter(
-                gradient, self.zero, scatter_dimension=split.zero, tiled=True
-            )
+            # A device has all tokens of the experts that are its own.
+            if not split.stays:
+                gradient = lax.psum_scatter(
+                    gradient, self.zero, scatter_dimension=split.zero, tiled=True
+                )
             left = tuple(axis for axis in left if axis not in self.zero)
         return lax.psum(gradient, left) if left else gradient
 

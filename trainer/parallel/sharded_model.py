@@ -79,6 +79,7 @@ class ShardedModel:
             reduce_from_tensor=self.partition.reduce_from_tensor,
             mean_over_tensor=self.partition.mean_over_tensor,
             sum_over_tokens=self.partition.sum_over_tokens,
+            expert_axes=self.partition.zero if self.partition.dispatches else (),
             attend_whole=self._attend_whole,
             linear_attention=lambda rule: LinearOnDevice(self.linear(rule)),
         )

@@ -28,10 +28,10 @@ from trainer.config import TrainConfig
 from trainer.data.batches import shardings
 from trainer.data.parts import PartBatch
 from trainer.objective import Objective
-from trainer.parallel.checks import check_step
+from trainer.parallel.checks import check_step, make_partition
 from trainer.parallel.optimizer import learning_rate, make_optimizer
 from trainer.parallel.ordering import gradient_first
-from trainer.parallel.partition import Partition, join_frozen, split_frozen
+from trainer.parallel.partition import join_frozen, split_frozen
 from trainer.parallel.remat import Remat, rematerialised
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.splits import check_parts, make_parts
@@ -77,7 +77,7 @@ class Program:
         self.tokens_shape: tuple[int, int] = prepared.weights.shape
         """(B, T) of a batch, with the tokens that fill a row up to a length that the layout
         holds."""
-        self.partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
+        self.partition = make_partition(mesh, config, objective)
         self.optimizer = objective.make_optimizer(
             make_optimizer(config.optimizer, config.steps, self.partition)
         )

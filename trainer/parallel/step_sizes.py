@@ -27,9 +27,9 @@ from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import plan_sparse
 from trainer.config import TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.checks import check_step, make_attention
+from trainer.parallel.checks import check_step, make_attention, make_partition
 from trainer.parallel.optimizer import make_optimizer
-from trainer.parallel.partition import STACKED, Partition, split_frozen
+from trainer.parallel.partition import STACKED, Split, split_frozen
 from trainer.parallel.remat import Remat
 from trainer.parallel.state import batch_shapes, bytes_of_device, state_shapes
 
@@ -90,7 +90,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         config = dataclasses.replace(config, gradient_accumulation=parts)
     mesh = AbstractMesh(tuple(vars(degrees)[role] for role in ROLES), ROLES, (AxisType.Auto,) * 6)
     attention = make_attention(mesh, config, objective)
-    partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
+    partition = make_partition(mesh, config, objective)
     check_step(config, degrees, partition)
     leaves, tree = jax.tree.flatten(objective.batch_shapes(attention.layout))
     shapes = _traced(objective, tree, tuple(leaves))
@@ -104,9 +104,12 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     rows_of_part = rows // degrees.data // config.gradient_accumulation
     # Elements of each weight, and of each part of the model, when ZeRO has gathered them.
     splits, tensor = partition.splits(shapes.weights), partition.size(partition.tensor)
-    elements = jax.tree.map(
-        lambda x, split: x.size // (1 if split.tensor is None else tensor), shapes.weights, splits
-    )
+    shards = partition.size(partition.zero) if partition.dispatches else 1
+
+    def used(x: Any, split: Split) -> int:
+        return x.size // (1 if split.tensor is None else tensor) // (shards if split.stays else 1)
+
+    elements = jax.tree.map(used, shapes.weights, splits)
     whole, fixed = (
         {name: sum(jax.tree.leaves(part[name])) for name in part}
         for part in (elements, split_frozen(elements)[1] or {})
@@ -145,6 +148,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         ),
         moved_elements=sum(jax.tree.leaves(moved)),
         frozen_elements=sum(fixed.values()),
+        expert_shards=shards,
         rows=rows_of_part,
         **_seen(attention, objective, shapes, rows_of_part),
         loops=shapes.loops,
