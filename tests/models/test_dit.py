@@ -1,6 +1,5 @@
 """The DiT alone: against a dense one in numpy, with permuted tokens, and divided among devices."""
 
-import dataclasses
 import functools
 
 import jax
@@ -249,7 +248,7 @@ def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
 
         return wrap
 
-    names = [field.name for field in dataclasses.fields(Hooks)]
+    names = [name for name, x in vars(Hooks()).items() if callable(x)]
     hooks = Hooks(**{name: noted(name) for name in names})
     jax.eval_shape(lambda: make_model(SIZES, hooks=hooks)(*make_inputs()))
     # The scan over layers traces one of them.
