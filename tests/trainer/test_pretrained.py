@@ -579,10 +579,14 @@ def test_numbers_in_mxfp4_are_unpacked(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     found = weights_of(folder)
     gate_up = expected["model.layers.0.mlp.experts.gate_up_proj"]
-    np.testing.assert_array_equal(found["expert_blocks/mlp/expert_gate"][0], gate_up[..., ::2])
-    np.testing.assert_array_equal(found["expert_blocks/mlp/expert_up"][0], gate_up[..., 1::2])
+    np.testing.assert_array_equal(
+        found["expert_blocks/mlp/expert_gate/kernel"][0], gate_up[..., ::2]
+    )
+    np.testing.assert_array_equal(
+        found["expert_blocks/mlp/expert_up/kernel"][0], gate_up[..., 1::2]
+    )
     down = expected["model.layers.0.mlp.experts.down_proj"]
-    np.testing.assert_array_equal(found["expert_blocks/mlp/expert_down"][0], down)
+    np.testing.assert_array_equal(found["expert_blocks/mlp/expert_down/kernel"][0], down)
 
 
 def test_tied_head_is_left_out_or_is_the_embedding(model):

@@ -5,7 +5,7 @@
     python train.py llama3_8b --data.path tokens/books        # with the flags that are printed
 
 IN is what `--data.path` of train.py takes as text: a file (*.txt, *.jsonl, either also as *.gz), or
-a folder of such files, or the URL of one in a store. OUT is a new folder with the tokens to train
+a folder of such files. OUT is a new folder with the tokens to train
 on, train.npy, and those that are held out, val.npy; it appears only when it is whole.
 """
 
