@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from models.layers import MLP
-from models.linear import linear, project
+from models.linear import linear, project, project_adapted
 from startrail_jax.xla.varying import vary, varying_axes
 
 MOST_ROWS = 512
@@ -233,12 +233,10 @@ def _expert(
     """What an expert adds to the outputs of its tokens."""
 
     def projected(x: Any, name: str, out_dtype: Any = None) -> Any:
-        out: Any = project(x, weights[name], 1, out_dtype)
-        a, b = (weights.get(f"{name}/{x}") for x in "ab")
-        if a is None or b is None:
-            return out
-        added: Any = project(project(x, a), b, 1, jnp.float32)
-        return (out.astype(jnp.float32) + dict(scales)[name] * added).astype(out.dtype)
+        if f"{name}/a" not in weights:
+            return project(x, weights[name], 1, out_dtype)
+        kernel, a, b = (weights[f"{name}{x}"] for x in ("", "/a", "/b"))
+        return project_adapted(x, kernel, a, b, dict(scales)[name], out_dtype=out_dtype)
 
     gate, up = projected(x, "gate"), projected(x, "up")
     if "gate_bias" in weights:

@@ -69,6 +69,21 @@ def _dot_general(
     return project(x, kernel, len(dims[0][0]), preferred_element_type)
 
 
+def project_adapted(
+    x: Float[Array, "..."],
+    kernel: Float[Array, "..."],
+    lora_a: Float[Array, "..."],
+    lora_b: Float[Array, "..."],
+    scale: float,
+    contracted: int = 1,
+    out_dtype: Any = None,
+) -> Float[Array, "..."]:
+    """`project` with a low-rank adapter: x W + scale * (x A) B. The sum is rounded once."""
+    out: Any = project(x, kernel, contracted, out_dtype)
+    added: Any = project(project(x, lora_a, contracted), lora_b, 1, jnp.float32)
+    return (out.astype(jnp.float32) + scale * added).astype(out.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def project(
     x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int = 1, out_dtype: Any = None

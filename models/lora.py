@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from models.experts import ExpertLinear
 from models.layers import PRECISE
-from models.linear import project
+from models.linear import project_adapted
 
 
 class Adapted(nnx.Module):
@@ -48,12 +48,8 @@ class Adapted(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        x = x.astype(self.dtype)
-        out: Any = project(x, self.kernel[...], self.contracted)
-        narrow: Any = project(x, self.lora_a[...], self.contracted)
-        # The sum is rounded once.
-        added: Any = project(narrow, self.lora_b[...], 1, jnp.float32)
-        return (out.astype(jnp.float32) + self.scale * added).astype(out.dtype)
+        kernel, a, b = (x[...] for x in (self.kernel, self.lora_a, self.lora_b))
+        return project_adapted(x.astype(self.dtype), kernel, a, b, self.scale, self.contracted)
 
 
 def narrow_matrices(

@@ -4,20 +4,27 @@
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
 import numpy as np
+from safetensors.numpy import load_file
 
 import startrail_jax as st
 from programs import make_program, options
+from trainer.config import LoraConfig
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
+from trainer.gpt.lora import peft_config, peft_tensors
+from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.defaults import pretrained as config_of
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
+from trainer.gpt.pretrained.tensors import places
 from trainer.parallel.partition import path_name
 from trainer.tasks import load_train_config
+from trainer.weights.adapters import write_merged
 from trainer.weights.places import by_tensor
 
 REFERENCES = Path(__file__).parent / "parity" / "references"
@@ -40,6 +47,30 @@ def make_config(folder, **changes):
     return dataclasses.replace(
         config, model=model, data=data, batch_size=2, seq_len=32, zero=0, remat="none", **changes
     )
+
+
+def with_adapters(family, targets, folder, size=1.0):
+    """Random weights of a reference, without their adapters and with them; and the adapters.
+
+    The folders `base` and `merged` have the files of the first two.
+    """
+    lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
+    config = make_config(REFERENCES / family, lora=lora)
+    kind = read_description(REFERENCES / family).family
+    shapes = make_program(config, st.Degrees()).state_shapes.model
+    rng = np.random.default_rng(0)
+    arrays = {
+        path_name(path): (size * rng.normal(size=x.shape)).astype(np.float32)
+        for path, x in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    found = []
+    for name, of_base in (("base", LoraConfig(rank=1, alpha=1e-30)), ("merged", lora)):
+        (folder / name).mkdir()
+        of_model, kept = functools.partial(places, model=config.model, family=kind), folder / name
+        write_merged(arrays, of_model, of_base, kept, lambda _: np.float32, shard_bytes=10**9)
+        found.append(load_file(kept / "model.safetensors"))
+    tensors = peft_tensors(arrays, np.float32, config.model, kind)
+    return *found, tensors, peft_config(config, None, kind, note=print)
 
 
 def compute(folder, tokens, scheme):

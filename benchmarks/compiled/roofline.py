@@ -30,10 +30,10 @@ from startrail_jax.analysis.hlo import (
     num_bytes,
     parse_module,
     source_target_pairs,
-    trip_count,
 )
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.planner.hardware import Gpu
+from startrail_jax.planner.models import DISPATCHES
 from startrail_jax.traffic import COLLECTIVES
 
 ATTENTION, MATRICES, OTHERS = "attention", "matrices", "other kernels"
@@ -43,7 +43,7 @@ ENTRY = "entry"
 BACKWARD = "transpose("
 """What the `op_name` of an instruction of the backward pass contains."""
 
-MESSAGES = 5
+MESSAGES = DISPATCHES + 1
 """Turns of a loop that sends tokens to experts, where a device gets up to 1.25 times the mean."""
 _RECOMPUTED = "rematted_computation"
 """What the `op_name` of an instruction contains that jax computes a second time."""
@@ -306,8 +306,7 @@ class _Player:
     def _loop(self, x: Instruction, runs: float) -> None:
         """Plays one turn, and takes all others for alike."""
         _, body = callees(x)
-        has_collectives = bool(self._traffic.computation(body).counts)
-        count = trip_count(x) or (MESSAGES if has_collectives else 1)
+        count = self._traffic.turns(x) or 1
         start, late = self.now, max(0.0, self.link_free - self.now)
         self.play(body, runs * count)
         self.now = start + count * (self.now - start)

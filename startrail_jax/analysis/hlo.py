@@ -287,9 +287,7 @@ class TrafficReader:
         """Adds all turns of a loop to a tally."""
         match = _required(_LOOP, instruction)
         condition, body = self.computation(match[1]), self.computation(match[2])
-        count = trip_count(instruction)
-        if count is None and body.counts:
-            count = self.unknown_turns
+        count = self.turns(instruction)
         if count is not None:
             tally.add(body, count)
             tally.add(condition, count + 1)
@@ -299,6 +297,12 @@ class TrafficReader:
                 f"{instruction.name} (body {match[2]}) with {dict(body.counts + condition.counts)} "
                 "and none. Give the loop static bounds, as in lax.fori_loop(0, 3, ...) or lax.scan."
             )
+
+    def turns(self, loop: Instruction) -> int | None:
+        """How often the body of a loop runs, or None if that is not known."""
+        count = trip_count(loop)
+        has_collectives = self.computation(_required(_LOOP, loop)[2]).counts
+        return self.unknown_turns if count is None and has_collectives else count
 
     def conditional(self, instruction: Instruction, tally: Tally) -> None:
         """Adds the busiest branch of a conditional to a tally."""

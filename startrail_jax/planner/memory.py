@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.linear.sizes import LayerSizes
-from startrail_jax.planner.models import ModelSizes
+from startrail_jax.planner.models import DISPATCHES, ModelSizes
 from startrail_jax.planner.quantities import GIB
 
 FLOAT32 = 4
@@ -549,8 +549,8 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
         activations = sizes.tokens * (stream + shared + 3 * FLOAT32 * model.experts.count)
         summed = FLOAT32 * weights * (not model.lora_rank)
         # Inputs, outputs and their gradients, of one message.
-        message = (sizes.expert_shards > 1) * model.dispatched_bytes(sizes.tokens) / 5
-        activations = activations + 6 * message
+        message = model.dispatched_bytes(sizes.tokens) / (DISPATCHES + 1)
+        activations = activations + 6 * message * (sizes.expert_shards > 1)
     return activations + used + summed
 
 

@@ -69,8 +69,11 @@ class MoESizes:
 
 
 _FEED_FORWARD = ("gate", "up", "down", "expert_gate", "expert_up", "expert_down")
-_DISPATCHES = 4
+DISPATCHES = 4
 """Messages of a device to each other one: see `models.experts.DISPATCHES`."""
+SENT_TO_EXPERTS = 5
+"""Arrays of a step's assignments that are sent: inputs and outputs of experts, and backward inputs
+and two gradients."""
 _PADDING = 8
 """Rows of experts over those that are filled up: see `models.experts.tile_rows`."""
 
@@ -448,8 +451,7 @@ class ModelSizes:
     def dispatches(self, tokens: Any, devices: Any, tensor: Any) -> Any:
         """Whether ZeRO 3 sends tokens to experts, and does not gather these.
 
-        A step sends inputs and outputs of the experts of every token, and backward inputs and two
-        gradients. Or it gathers their weights twice, and adds up their float32 gradients.
+        Or a step gathers their weights twice, and adds up their float32 gradients.
 
         Args:
             tokens: tokens of a device.
@@ -461,13 +463,15 @@ class ModelSizes:
         legal = (devices > 1) & (self.experts.count % devices == 0)
         if self.dispatch is not None:
             return legal & self.dispatch
-        return legal & (5 * self.dispatched_bytes(tokens) < self.gathered_bytes / tensor)
+        return legal & (
+            SENT_TO_EXPERTS * self.dispatched_bytes(tokens) < self.gathered_bytes / tensor
+        )
 
     def dispatched_bytes(self, tokens: Any) -> Any:
         """Bytes of one array of all assignments of a device, in messages of which the last is not
         full."""
         assert self.experts is not None, "the caller has looked"
-        sent = (1 + 1 / _DISPATCHES) * self.experts.top_k
+        sent = (1 + 1 / DISPATCHES) * self.experts.top_k
         return sent * tokens * self.width * self.itemsize
 
     @property

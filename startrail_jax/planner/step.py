@@ -21,7 +21,7 @@ from startrail_jax.planner.memory import (
     StepSizes,
     footprint_of,
 )
-from startrail_jax.planner.models import LayerKind
+from startrail_jax.planner.models import SENT_TO_EXPERTS, LayerKind
 from startrail_jax.planner.timing import Timing
 
 _FLOAT32 = 4
@@ -109,11 +109,12 @@ class Step:
         """All weights that have gradients."""
 
         devices, tensor = self.settings.replicas, self.settings.tensor
-        self._dispatches = model.dispatches(self.tokens, devices, tensor) & (self.tokens > 0)
+        self._dispatches = model.dispatches(self.tokens, devices, tensor)
         """Whether tokens are sent to experts at ZeRO 3."""
         stay = model.expert_elements // tensor * self._dispatches
         self._staying = [stay * (kind.feed_forward == "experts") for kind in self.kinds]
         """Weights of a layer of each kind that are then not gathered."""
+        self._staying_trained = [x * (model.lora_rank == 0) for x in self._staying]
 
     def _on_device(self, kind: LayerKind) -> np.ndarray:
         """Weights of a layer on a device, when ZeRO has gathered them."""
@@ -229,13 +230,13 @@ class Step:
         hides = self.cluster.overlaps
         outside = self._summed(self.other_trained, whole=False).seconds
         exposed = []
-        rows = zip(
-            self.layer_elements, self.layer_trained, self._staying, forwards, backwards, strict=True
-        )
+        layers, trained_layers = self.layer_elements, self.layer_trained
+        if level == 3:
+            layers = np.subtract(layers, self._staying)
+            trained_layers = np.subtract(trained_layers, self._staying_trained)
+        rows = zip(layers, trained_layers, self._staying, forwards, backwards, strict=True)
         for elements, trained, staying, there, back in rows:
-            stays = staying if level == 3 else 0
-            gather = self._gathered(elements - stays).seconds
-            trained = trained - stays * (self.call.model.lora_rank == 0)
+            gather = self._gathered(elements).seconds
             scatter = self._summed(trained, whole=False).seconds
             backward = back + there
             if level == 2:
@@ -244,8 +245,9 @@ class Step:
             first = np.maximum(gather - hides * there, 0)
             exposed.append(first + np.maximum(gather + scatter - hides * backward, 0))
             if np.any(staying):
-                sent = self.call.model.dispatched_bytes(self.tokens) * (staying > 0)
-                exposed[-1] += 5 * self._links.over_replicas("all_to_all", sent).seconds
+                size = self.call.model.dispatched_bytes(self.tokens) * (staying > 0)
+                sent = self._links.over_replicas("all_to_all", size)
+                exposed[-1] += SENT_TO_EXPERTS * sent.seconds
         once = self._gathered(self.whole_elements if level == 2 else other).seconds
         return outside + once + self._of_layers(exposed)
 
@@ -310,7 +312,9 @@ class Step:
         """The sizes on which the memory of the step depends."""
         model, settings, tokens = self.call.model, self.settings, self.tokens
         stays = self._dispatches & (savings.zero == 3)
-        staying = [x * stays for x in self._staying]
+        staying, staying_trained = (
+            np.multiply(x, stays) for x in (self._staying, self._staying_trained)
+        )
         shards = settings.replicas if savings.zero else 1
         trained = self.trained // shards
         frozen = self.whole_elements - self.trained
@@ -340,8 +344,10 @@ class Step:
             frozen_elements=frozen,
             layer_elements=np.max(np.subtract(self.layer_elements, staying), axis=0),
             turn_trained=sum(
-                turn[kind.mixer, kind.feed_forward] * (x - stay * (model.lora_rank == 0))
-                for kind, x, stay in zip(self.kinds, self.layer_trained, staying, strict=True)
+                turn[kind.mixer, kind.feed_forward] * (x - stay)
+                for kind, x, stay in zip(
+                    self.kinds, self.layer_trained, staying_trained, strict=True
+                )
             ),
             expert_shards=np.where(stays, settings.replicas, 1),
             rows=self.call.batch // settings.data,

@@ -12,6 +12,7 @@ import pytest
 
 import startrail_jax as st
 from configs import RECIPES
+from models import experts
 from programs import (
     compile_gradients,
     compile_step,
@@ -22,7 +23,7 @@ from programs import (
 )
 from startrail_jax.planner import step as planner_step
 from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
-from startrail_jax.planner.models import MODELS
+from startrail_jax.planner.models import DISPATCHES, MODELS
 from startrail_jax.xla.compiler import offload_options
 from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
@@ -361,6 +362,7 @@ def test_planner_moves_the_weights_that_a_run_moves(model, tensor):
 
 def test_tokens_are_sent_to_experts_where_these_are_more_bytes():
     """A step of Qwen3-30B-A3B sends as many bytes either way with about 23,000 tokens a GPU."""
+    assert DISPATCHES == experts.DISPATCHES
     recipe = RECIPES["qwen3_30b_a3b_1m"]()
     weights = 3 * 128 * 2048 * 768
     for tokens, sends in ((1024, True), (20_000, True), (32_768, False)):

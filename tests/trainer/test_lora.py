@@ -1,7 +1,6 @@
 """Low-rank adapters: trained beside a frozen model, on every mesh, and taken to other programs."""
 
 import dataclasses
-import functools
 import json
 import re
 import shutil
@@ -26,17 +25,14 @@ from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import ExpertsConfig, RopeConfig
 from trainer.gpt.export.writing import export_run
-from trainer.gpt.lora import peft_config, peft_tensors
+from trainer.gpt.lora import peft_config
 from trainer.gpt.pretrained.__main__ import read_command_line as read_import
-from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
-from trainer.gpt.pretrained.tensors import places
 from trainer.parallel import step_sizes
-from trainer.parallel.partition import path_name
 from trainer.parallel.state import bytes_of_device, describe_state
 from trainer.tasks import load_train_config
-from trainer.weights.adapters import restore_model, write_merged
+from trainer.weights.adapters import restore_model
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")
 EVERY = (*ALL, "out_gate", "decay", "beta")
@@ -333,7 +329,7 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
 )
 def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_path):
     """Three projections of a Qwen3.5 are rows of one tensor, with one adapter."""
-    base, merged, tensors, described = exported(family, targets, tmp_path)
+    base, merged, tensors, described = pretrained.with_adapters(family, targets, tmp_path)
     wanted = {*described["target_modules"]}
     wanted |= {x.split(".")[-2] for x in described.get("target_parameters", ())}
     seen = set()
@@ -369,7 +365,7 @@ def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_pat
 )
 def test_adapters_of_experts_are_those_that_are_merged(family, targets, tmp_path):
     """PEFT adds them to the parameters of all experts, with gates and projections up in one."""
-    base, merged, tensors, described = exported(family, targets, tmp_path)
+    base, merged, tensors, described = pretrained.with_adapters(family, targets, tmp_path)
     fused = bool({"expert_up", "expert_gate"} & {*targets})
     down = "expert_down" in targets
     parameters = {"gate_up_proj": fused, "down_proj": down}
@@ -408,24 +404,3 @@ def whole_of_experts(tensors, prefix, name, family):
         for expert in range(count)
     ]
     return np.stack(rows)
-
-
-def exported(family, targets, tmp_path):
-    """Random weights of a reference, without their adapters and with them; and the adapters."""
-    lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
-    config = pretrained.make_config(pretrained.REFERENCES / family, lora=lora)
-    kind = read_description(pretrained.REFERENCES / family).family
-    shapes = make_program(config, st.Degrees()).state_shapes.model
-    rng = np.random.default_rng(0)
-    arrays = {
-        path_name(path): rng.normal(size=x.shape).astype(np.float32)
-        for path, x in jax.tree_util.tree_leaves_with_path(shapes)
-    }
-    for name, of_base in (("base", LoraConfig(rank=1, alpha=1e-30)), ("merged", lora)):
-        (tmp_path / name).mkdir()
-        of_model = functools.partial(places, model=config.model, family=kind)
-        folder = tmp_path / name
-        write_merged(arrays, of_model, of_base, folder, lambda _: np.float32, shard_bytes=10**9)
-    base, merged = (load_file(tmp_path / x / "model.safetensors") for x in ("base", "merged"))
-    tensors = peft_tensors(arrays, np.float32, config.model, kind)
-    return base, merged, tensors, peft_config(config, None, kind, note=print)

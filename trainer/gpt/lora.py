@@ -19,8 +19,9 @@ from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.gpt.pretrained.families import without_losses
 from trainer.gpt.pretrained.tensors import BY_KEY_HEAD, tables
+from trainer.parallel.partition import counts_experts
 from trainer.run.settings import settings_of
-from trainer.weights.adapters import KERNEL, as_matrix, by_expert
+from trainer.weights.adapters import KERNEL, as_matrix
 from trainer.weights.places import Share
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -109,7 +110,7 @@ def _adapted(
             *_, target, kind = ("", *path.split("/"))
             if kind != KERNEL or target not in targets:
                 continue
-            if by_expert(path.removesuffix(f"/{KERNEL}")):
+            if counts_experts(target):
                 parameters.setdefault(_DOWN if target == "expert_down" else _FUSED, set()).add(path)
             elif path.startswith("mlp/") and "experts" in model.layer_feed_forwards:
                 parameters.setdefault(name.partition("mlp.")[2], set()).add(path)
@@ -130,12 +131,12 @@ def peft_tensors(
     for part, table in tables(model, family).items():
         layers = layers_of(part, model.layer_mixers, model.layer_feed_forwards)
         for place, layer in enumerate(layers):
-            for name, matrix in _of_experts(arrays, part, place, family).items():
+            for name, matrix in _of_experts(arrays, part, place, model, family).items():
                 found[f"{PREFIX}model.layers.{layer}.mlp.experts.{name}"] = matrix.astype(dtype)
         names = dict.fromkeys(
             name
             for path, (name, _) in table.items()
-            if path.endswith(KERNEL) and not by_expert(path.removesuffix(f"/{KERNEL}"))
+            if path.endswith(KERNEL) and not counts_experts(path.split("/")[-2])
         )
         for name in names:
             rows = [path.removesuffix(f"/{KERNEL}") for path, (x, _) in table.items() if x == name]
@@ -156,35 +157,31 @@ def peft_tensors(
 
 
 def _of_experts(
-    arrays: Mapping[str, Any], part: str, place: int, family: str
+    arrays: Mapping[str, Any], part: str, place: int, model: GPTConfig, family: str
 ) -> dict[str, Shaped[np.ndarray, "rows columns"]]:
     """The adapters of all experts of one layer.
 
     PEFT wraps a parameter around the one before it.
     """
-    pairs = {
-        name: [np.asarray(arrays[f"{part}/mlp/expert_{name}/{kind}"])[place] for kind in ADAPTERS]
-        for name in ("gate", "up", "down")
-        if f"{part}/mlp/expert_{name}/{ADAPTERS[0]}" in arrays
-    }
-    found, down = {}, pairs.pop("down", None)
 
-    def give(prefix: str, a: np.ndarray, b: np.ndarray) -> None:
-        found[f"{prefix}lora_A.weight"] = a.swapaxes(1, 2).reshape(-1, a.shape[1])
-        found[f"{prefix}lora_B.weight"] = b.transpose(2, 1, 0).reshape(b.shape[2], -1)
+    def pair(name: str) -> list[Any] | None:
+        found = [arrays.get(f"{part}/mlp/expert_{name}/{kind}") for kind in ADAPTERS]
+        return None if found[0] is None else [np.asarray(x)[place] for x in found]
 
-    if pairs:
-        a = np.concatenate([a for a, _ in pairs.values()], axis=-1)
-        rows = []
-        for name in ("gate", "up"):
-            zeros = [np.zeros_like(b) for _, b in pairs.values()]
-            own = [pairs[x][1] if x == name else zero for x, zero in zip(pairs, zeros, strict=True)]
-            rows.append(np.concatenate(own, axis=1))
-        share = Share(index=0, sizes=(1, 1), columns=True)
-        both = share.joined(rows) if family == "gpt_oss" else np.concatenate(rows, axis=-1)
-        give("base_layer." if down is not None else "", a, both)
-    if down is not None:
-        give("", *down)
+    found, down = {}, pair("down")
+    hidden = model.expert_sizes["width"]
+    # Of gpt-oss, gates and projections up take turns.
+    turns = hidden if family == "gpt_oss" else 1
+    prefix = "" if down is None else "base_layer."
+    for before, pairs, groups in ((prefix, [pair("gate"), pair("up")], turns), ("", [down], 1)):
+        if any(pairs):
+            joined = [
+                _joined([pair and [x[i] for x in pair] for pair in pairs], [hidden] * 2, groups)
+                for i in range(model.experts.count)
+            ]
+            a, b = (np.stack(x) for x in zip(*joined, strict=True))
+            found[f"{before}lora_A.weight"] = a.swapaxes(1, 2).reshape(-1, a.shape[1])
+            found[f"{before}lora_B.weight"] = b.transpose(2, 1, 0).reshape(b.shape[2], -1)
     return found
 
 

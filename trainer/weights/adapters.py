@@ -18,7 +18,7 @@ from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.config import LoraConfig, TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.partition import join_frozen, split_frozen
+from trainer.parallel.partition import counts_experts, join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
 from trainer.weights.files import MODEL
@@ -85,11 +85,6 @@ def is_adapter(path: str) -> bool:
     return path.rpartition("/")[2] in ADAPTERS
 
 
-def by_expert(path: str) -> bool:
-    """Whether a projection is one of each expert."""
-    return path.rpartition("/")[2].startswith("expert_")
-
-
 def as_matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inputs outputs"]:
     """A matrix of an adapter of one layer, with a single dimension beside the rank."""
     return x.reshape(-1, x.shape[-1]) if kind == ADAPTERS[0] else x.reshape(x.shape[0], -1)
@@ -109,7 +104,7 @@ def merged(
     if kind != KERNEL or names[0] not in arrays:
         return weight
     a, b = (place.weight_of(np.asarray(arrays[name]), number) for name in names)
-    if not by_expert(part):
+    if not counts_experts(part.rpartition("/")[2]):
         a, b = (as_matrix(x, kind) for x, kind in zip((a, b), ADAPTERS, strict=True))
     added = np.matmul(a, b)
     assert weight.size == added.size, "they belong to the kernel"
