@@ -13,6 +13,7 @@ OURS = {"startrail_jax", "trainer", "models", "configs", "train", "sample"}
 MODULES = {
     "docstring-parser": "docstring_parser",
     "fa4-jax": "fa4_jax",
+    "jax-linear-attention": "jla",
     "orbax-checkpoint": "orbax",
     "pillow": "PIL",
     "scikit-learn": "sklearn",
@@ -42,12 +43,13 @@ def imported(*paths):
 
 def test_core_requires_what_the_wheel_imports_and_no_more():
     files = set((ROOT / "startrail_jax").rglob("*.py")) - {ROOT / "startrail_jax" / "testing.py"}
-    assert imported(*files) == required() | {"fa4_jax"}
+    assert imported(*files) == required() | {"fa4_jax", "jla"}
 
 
 def test_kernels_of_another_package_are_an_extra():
-    assert imported(ROOT / "startrail_jax" / "blocks" / "fa4.py") - required() == {"fa4_jax"}
-    assert required("fa4") - required() == {"fa4_jax"}
+    for extra, file, module in (("fa4", "blocks/fa4", "fa4_jax"), ("jla", "linear/jla", "jla")):
+        assert imported(ROOT / "startrail_jax" / f"{file}.py") - required() == {module}
+        assert required(extra) - required() == {module}
 
 
 def test_testing_requires_what_it_imports():

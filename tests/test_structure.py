@@ -164,7 +164,8 @@ def files_of_op():
 @pytest.mark.parametrize("path", files_of_op(), ids=file_id)
 def test_module_of_the_op_needs_only_what_the_wheel_installs(path):
     module = path.relative_to(ROOT / OP).with_suffix("").as_posix()
-    extra = {"testing": {"chex"}, "blocks/fa4": {"fa4_jax"}}.get(module, set())
+    extras = {"testing": "chex", "blocks/fa4": "fa4_jax", "linear/jla": "jla"}
+    extra = {extras[module]} if module in extras else set()
     allowed = OP_MAY_USE | extra
     assert not third_party(path) - allowed, f"the wheel depends on {allowed} only"
 

@@ -328,6 +328,14 @@ class AttentionConfig:
     """Kernels of the attention: "auto" (cuDNN's on GPUs) or "fa4" (those of FlashAttention-4, on
     Hopper and later, which need the extra fa4). With "fa4", two runs may differ in the last
     bits."""
+    linear_backend: Literal["xla", "jla"] = "xla"
+    """Kernels of linear attention: "xla" (plain XLA) or "jla" (those of jax-linear-attention, on
+    Hopper, which need the extra jla)."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `startrail_jax.Attention`."""
+        return {name: x for name, x in vars(self).items() if name != "linear_backend"}
 
     def __post_init__(self) -> None:
         for name in ("inner", "head_chunks"):

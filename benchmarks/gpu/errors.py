@@ -100,6 +100,7 @@ CHECKS = (
     Check(backend="cudnn", packed=True, kv_heads=2, seq_len=8192),
     Check(backend="cudnn", window=3000, kv_heads=2, seq_len=8192),
     Check(backend="tiled", packed=True, kv_heads=2, seq_len=8192),
+    Check(backend="cudnn", causal=False, packed=True, kv_heads=2),
     Check(backend="cudnn", degrees=st.Degrees.startrail(8, c=2)),
     Check(backend="cudnn", packed=True, seq_len=8192, degrees=st.Degrees(ring=2)),
     Check(backend="cudnn", window=500, seq_len=8192, degrees=st.Degrees(ring=4)),

@@ -21,7 +21,10 @@ Part 2, speed, gives medians of samples that are taken in turn, in bfloat16, on 
     x (a)       TFLOP/s over those of (a)
     GiB         arguments, results and temporaries, as compiled
 
-Rows come in the order of their importance until the time is up.
+Part 3, linear attention, gives errors beside float32 in plain XLA, and times likewise; backend
+"jla" needs jax-linear-attention.
+
+Rows come in the order of their importance until the time is up. `--only` leaves out other parts.
 """
 
 from __future__ import annotations
@@ -41,14 +44,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 import startrail_jax as st
-from benchmarks.gpu import errors, speed
+from benchmarks.gpu import errors, linear, speed
 from benchmarks.gpu.report import Report
 
 ERRORS_SHARE = 0.6
 """Share of the time that part 1 may take."""
 
+PARTS = ("errors", "speed", "linear")
+
 PACKAGES = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13",
-            "nvidia-cudnn-cu12", "fa4-jax")  # fmt: skip
+            "nvidia-cudnn-cu12", "fa4-jax", "jax-linear-attention")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,10 +67,15 @@ def main(argv: list[str] | None = None) -> int:
         )
     report = Report(st.make_mesh(st.Degrees(), devices=[device]), args.tiny)
     header(report, device)
+    right = True
     report.deadline = start + ERRORS_SHARE * 60 * args.minutes
-    right = errors.measure(report)
-    report.deadline = start + 60 * (args.minutes)
-    speed.measure(report)
+    if "errors" in args.only:
+        right = errors.measure(report)
+    report.deadline = start + 60 * args.minutes
+    if "speed" in args.only:
+        speed.measure(report)
+    if "linear" in args.only:
+        linear.measure(report)
     print(f"{time.monotonic() - start:.0f} s in all")
     return int(not right)
 
@@ -93,6 +103,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=6.0, help="for everything")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--tiny", action="store_true", help="sizes and backends for a CPU")
     return parser.parse_args(argv)
 

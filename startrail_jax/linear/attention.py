@@ -17,9 +17,10 @@ from startrail_jax.calls.arguments import check_padding_id
 from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.calls.validation import DTYPES, check_shardings, check_static, check_whole
-from startrail_jax.devices.axes import flat_axis
+from startrail_jax.devices.axes import device_kind, flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.linear.block import LinearCall, LinearRequest
 from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
 from startrail_jax.linear.cost import communication_of_states
 from startrail_jax.linear.explain import LinearExplanation
@@ -27,7 +28,7 @@ from startrail_jax.linear.halo import begins, kept, with_tokens_before
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
 from startrail_jax.linear.sizes import LayerSizes, StateSizes
-from startrail_jax.linear.vjp import LinearCall, decode, linear_attention
+from startrail_jax.linear.vjp import BLOCKS, decode, linear_attention
 from startrail_jax.rings import collectives
 from startrail_jax.traffic.cost import Communication
 from startrail_jax.values import adopt, is_real, real, whole
@@ -64,6 +65,9 @@ class LinearAttention(Sharded):
     """Factor of the query; None for key_dim ** -0.5, and for 1 under "ssd"."""
     padding_id: int | None = dataclasses.field(default=None, kw_only=True)
     """A segment id that marks padding in addition to negative ids; None for only negative ids."""
+    backend: str = dataclasses.field(default="xla", kw_only=True)
+    """What computes the tokens of a device: "xla" (plain XLA, everywhere), or "jla" (the kernels of
+    the package jax-linear-attention on Hopper, for 16 bits and heads of 64 or 128 channels)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,6 +78,11 @@ class LinearAttention(Sharded):
         if not isinstance(rule, StateRule):
             raise InputError(f"rule must be one of {(*RULES,)}; got rule={self.rule!r}. Give one.")
         object.__setattr__(self, "rule", rule)
+        if self.backend not in BLOCKS:
+            raise InputError(
+                f"backend must be one of {(*BLOCKS,)}; got backend={self.backend!r}. Leave it out "
+                "for 'xla'."
+            )
         if not (self.scale is None or is_real(self.scale)):
             raise InputError(
                 f"scale must be a finite number or None; got scale={self.scale!r}. None is "
@@ -215,7 +224,8 @@ class LinearAttention(Sharded):
         *given, state, ids = arrays
         tokens = self._tokens(heads, counts, *given)
         b, t = tokens[0].shape[:2]
-        call = self._call(heads, tokens[0].shape[3])
+        call = self._call(heads, tokens[0].shape[3], packed=ids is not None)
+        self._check_backend(tokens[2], tokens[0].shape[3])
         line, fresh = call.line, jnp.zeros((b, t), bool)
         if ids is not None:
             tokens = [kept(ids >= 0, x) for x in tokens]
@@ -306,9 +316,28 @@ class LinearAttention(Sharded):
         ids = jnp.zeros_like(x, jnp.int32, shape=x.shape[:2]) if ids is None else ids
         return out, last_inputs(self.layout, self._ranks, x, ids, first)
 
-    def _call(self, heads: int, key_dim: int) -> LinearCall:
+    def _call(self, heads: int, key_dim: int, *, packed: bool = False) -> LinearCall:
         """What is static on a device, for states of so many heads over all devices."""
-        return LinearCall(self._line, heads // self.degrees.tensor, self._scale(key_dim))
+        here, scale = heads // self.degrees.tensor, self._scale(key_dim)
+        return LinearCall(self._line, here, scale, packed, self.backend)
+
+    def _check_backend(self, value: Array, key_dim: int) -> None:
+        """Raises a NotImplementedError unless the backend serves a call."""
+        platform, capability = device_kind(self.mesh)
+        request = LinearRequest(
+            platform=platform,
+            capability=capability,
+            rule=self.rule.name,
+            dtype=str(value.dtype),
+            key_dim=key_dim,
+            value_dim=value.shape[3],
+        )
+        refusal = BLOCKS[self.backend].refusal(request)
+        if refusal is not None:
+            raise UnsupportedError(
+                f"backend={self.backend!r} does not serve this: {refusal}. Use backend='xla', "
+                "which serves everything."
+            )
 
     def _scale(self, key_dim: int) -> float:
         default = key_dim**-0.5 if self.rule.delta else 1.0

@@ -2,20 +2,21 @@
 
 The tokens of a device are cut into slices, groups and chunks. In the forward pass,
 
-    1  the map of each group follows from its keys and values (all groups at once, chunk by chunk),
+    1  the map of each group follows from its keys and values (all groups at once),
     2  the scan of `scan.py` gives the state before each group,
-    3  the outputs follow (all groups at once, chunk by chunk).
+    3  the outputs follow (all groups at once).
 
 The backward pass knows the states before the groups, so that it needs no gradient of maps:
 
     1  what the outputs of a group want of the state before it (M^T of the group is known),
     2  the scan, from the end to the beginning, gives the gradient of the state after each group,
     3  the gradients of all inputs, some groups at a time: only these keep a state for each chunk.
+
+A backend (`block.py`) computes what groups do; the rest is the same for all of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,29 +25,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from startrail_jax.linear.rules import LEAST, Chunk, ChunkTerms, Map, StateRule
-from startrail_jax.linear.scan import Line
+from startrail_jax.linear import jla, xla
+from startrail_jax.linear.block import LinearBlock, LinearCall
 from startrail_jax.linear.sizes import CHUNK, Cut
-from startrail_jax.xla.varying import alike, vary, varying_axes
+from startrail_jax.xla.varying import alike, like
 
 CHECKPOINT_NAMES = ("linear_states", "linear_out")
 """The states before groups and the factors of their maps, and the output. With them,
 `jax.checkpoint` computes no part of linear attention again but what its backward pass does
 anyway."""
 
-
-@dataclass(frozen=True)
-class LinearCall:
-    """What is static in a call."""
-
-    line: Line
-    heads: int
-    """States of a row of this device."""
-    scale: float
-
-    @property
-    def rule(self) -> StateRule:
-        return self.line.rule
+BLOCKS: dict[str, LinearBlock] = {"xla": xla, "jla": jla}
+"""The backends by name."""
 
 
 def cut_up(cut: Cut, x: Array, slices: int) -> Array:
@@ -97,20 +87,21 @@ def decode(call: LinearCall, state: Array, *floats: Array) -> tuple[Array, Array
     fresh = jnp.zeros((floats[0].shape[0], tokens), jnp.int32)
     state, fresh, *blocks = alike(state, fresh, *floats)
     blocks = (*(cut_up(cut, x, 1) for x in blocks), cut_up(cut, fresh, 1))
-    after, out = _outputs(call, blocks, state[:, None, None])
+    after, out = xla.outputs(call, blocks, state[:, None, None])
     return joined(cut, out, 1, tokens), after[:, 0, 0]
 
 
 def _forward(call: LinearCall, first: Array, blocks: Any) -> Any:
-    maps = _maps(call, first, blocks)
+    block = BLOCKS[call.backend]
+    maps = block.maps(call, blocks)
     states, last = call.line.enter(maps, first)
     states, factors = (checkpoint_name(x, CHECKPOINT_NAMES[0]) for x in (states, maps[0]))
-    return (_outputs(call, blocks, states)[1], last), (blocks, states, factors)
+    return (block.outputs(call, blocks, states)[1], last), (blocks, states, factors)
 
 
 def _backward(call: LinearCall, residuals: Any, cotangents: Any) -> Any:
     (blocks, states, factors), (dout, dlast) = residuals, cotangents
-    maps = call.rule.transposed(factors), _wanted(call, blocks, states, dout)
+    maps = call.rule.transposed(factors), BLOCKS[call.backend].wanted(call, blocks, states, dout)
     after, dfirst = call.line.enter(maps, dlast, reverse=True)
     return dfirst, (*_gradients(call, blocks, states, dout, after), None)
 
@@ -119,75 +110,18 @@ _linear = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0,))
 _linear.defvjp(_forward, _backward)
 
 
-def _maps(call: LinearCall, first: Array, blocks: Any) -> Map:
-    """The maps of all groups, [b, s, g, h, ...]."""
-    rows, chunks = blocks[0].shape[:3], blocks[0].shape[3]
-    unit = call.rule.unit(jnp.zeros((*rows, *first.shape[1:]), jnp.float32))
-
-    def add(map_: Any, c: Array) -> tuple[Any, None]:
-        return call.rule.extend(map_, _terms(call, _chunk(blocks, c))), None
-
-    unit = jax.tree.map(lambda x: _like(x, first), unit)
-    return call.rule.parts(lax.scan(add, unit, jnp.arange(chunks))[0])
-
-
-def _outputs(call: LinearCall, blocks: Any, states: Array) -> tuple[Array, Array]:
-    """The states after groups, and the outputs of all chunks, [b, s, g, n, c, h, v]."""
-    value = blocks[2]
-    shape = (*value.shape[:-2], call.heads, value.shape[-1])
-
-    def add(carry: tuple[Array, Array], c: Array) -> tuple[tuple[Array, Array], None]:
-        state, outs = carry
-        terms = _terms(call, _chunk(blocks, c))
-        out = jnp.moveaxis(call.rule.out(terms, state), 3, 4).astype(value.dtype)
-        outs = lax.dynamic_update_index_in_dim(outs, out, c, 3)
-        return (call.rule.step(terms, state), outs), None
-
-    begun = states, _like(jnp.zeros(shape, value.dtype), value)
-    return lax.scan(add, begun, jnp.arange(value.shape[3]))[0]
-
-
-def _wanted(call: LinearCall, blocks: Any, states: Array, dout: Array) -> Array:
-    """The gradients of the states before groups, as far as it comes from their own outputs."""
-
-    def back(dstate: Array, c: Array) -> tuple[Array, None]:
-        terms = _terms(call, _chunk(blocks, c))
-        _, pull = jax.vjp(lambda state: _both(call, terms, state), jnp.zeros_like(dstate))
-        return pull((dstate, _of_chunk(dout, c)))[0], None
-
-    steps = jnp.arange(dout.shape[3])
-    return lax.scan(back, _like(jnp.zeros_like(states), states), steps, reverse=True)[0]
-
-
 def _gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after: Array) -> Any:
     """The gradients of all floats, from those of the states after groups, in the form of blocks."""
     *floats, document = blocks
-    cut = Cut(*document.shape[2:])
-    groups, steps = cut.groups, jnp.arange(cut.chunks)
+    cut = Cut(*document.shape[2:5])
+    groups = cut.groups
     width = cut.at_once(states.shape[0] * states.shape[1] * call.heads)
 
     def of_groups(found: Any, first: Array) -> tuple[Any, None]:
-        *here, state, dstate, cotangent = (
-            lax.dynamic_slice_in_dim(x, first, width, 2)
-            for x in (*floats, document, states, after, dout)
+        *here, state, cotangent, dstate = (
+            lax.dynamic_slice_in_dim(x, first, width, 2) for x in (*blocks, states, dout, after)
         )
-
-        def forward(state: Array, c: Array) -> tuple[Array, Array]:
-            return call.rule.step(_terms(call, _chunk(here, c)), state), state
-
-        def back(dstate: Array, x: tuple[Array, Array]) -> tuple[Array, Any]:
-            (state, c), (*given, document) = x, _chunk(here, x[1])
-            _, pull = jax.vjp(
-                lambda state, *given: _both(call, _terms(call, (*given, document)), state),
-                state,
-                *given,
-            )
-            dstate, *dgiven = pull((dstate, _of_chunk(cotangent, c)))
-            return dstate, dgiven
-
-        _, before = lax.scan(forward, state, steps)
-        _, grads = lax.scan(back, dstate, (before, steps), reverse=True)
-        grads = (jnp.moveaxis(x, 0, 3) for x in grads)
+        grads = BLOCKS[call.backend].gradients(call, here, state, cotangent, dstate)
         return [
             lax.dynamic_update_slice_in_dim(x, y, first, 2)
             for x, y in zip(found, grads, strict=True)
@@ -195,42 +129,4 @@ def _gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after:
 
     # The last groups may be among those before: they are computed again, to the same numbers.
     firsts = jnp.minimum(jnp.arange(-(-groups // width)) * width, groups - width)
-    return lax.scan(of_groups, [_like(jnp.zeros_like(x), x) for x in floats], firsts)[0]
-
-
-def _both(call: LinearCall, terms: ChunkTerms, state: Array) -> tuple[Array, Array]:
-    return call.rule.step(terms, state), call.rule.out(terms, state)
-
-
-def _chunk(blocks: Any, c: Array) -> tuple[Array, ...]:
-    """Chunk c of all groups, [b, s, g, tokens, ...]."""
-    return tuple(lax.dynamic_index_in_dim(x, c, 3, keepdims=False) for x in blocks)
-
-
-def _of_chunk(dout: Array, c: Array) -> Array:
-    (found,) = _chunk((dout,), c)
-    return jnp.moveaxis(found, 4, 3).astype(jnp.float32)
-
-
-def _terms(call: LinearCall, chunk: tuple[Array, ...]) -> ChunkTerms:
-    """What chunks do, [b, s, g, h, ...]; the heads of query and key are repeated as needed."""
-    query, key, value, decay, beta, document = chunk
-
-    def by_head(x: Array) -> Array:
-        x = jnp.moveaxis(x, 4, 3)
-        return jnp.repeat(x, call.heads // x.shape[3], axis=3)
-
-    return call.rule.terms(
-        Chunk(
-            query=(by_head(query) * call.scale).astype(query.dtype),
-            key=by_head(key),
-            value=by_head(value),
-            decay=jnp.maximum(by_head(decay).astype(jnp.float32), LEAST),
-            beta=by_head(beta).astype(jnp.float32),
-            document=document[:, :, :, None],
-        )
-    )
-
-
-def _like(x: Array, other: Array) -> Array:
-    return vary(x, *varying_axes(other))
+    return lax.scan(of_groups, [like(jnp.zeros_like(x), x) for x in floats], firsts)[0]

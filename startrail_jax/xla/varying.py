@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -33,6 +35,20 @@ def vary(x: Array, *axes: str) -> Array:
     return lax.pcast(x, new, to="varying") if new else x
 
 
+def like(x: Array, other: Array) -> Array:
+    """The array, marked as varying over every manual mesh axis over which `other` varies."""
+    return vary(x, *varying_axes(other))
+
+
+def unmarked(x: Array) -> Array:
+    """The array, not marked as varying, for a function that does not know of manual mesh axes.
+
+    It has no gradient, as the mark says where gradients are summed: differentiate the function
+    inside, and mark its results with `like`.
+    """
+    return _unmarked.bind(x) if varying_axes(x) else x
+
+
 def varying_axes(x: Array) -> frozenset[str]:
     """The manual mesh axes over which an array varies."""
     kind: Any = jax.typeof(x)
@@ -50,3 +66,14 @@ def as_varying(x: Array) -> dict[str, Any]:
     if _OLD:
         return {"vma": kind.vma, "sharding": sharding}
     return {"manual_axis_type": kind.manual_axis_type, "sharding": sharding}
+
+
+def _without_mark(kind: Any) -> Any:
+    if _OLD:
+        return kind.update(vma=frozenset())
+    return kind.update(manual_axis_type=type(kind.manual_axis_type)())
+
+
+_unmarked = Primitive("unmarked")
+_unmarked.def_abstract_eval(_without_mark)
+mlir.register_lowering(_unmarked, lambda _, x: [x])

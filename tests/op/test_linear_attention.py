@@ -1,6 +1,7 @@
 """Linear attention against a recurrence in float64, token by token: outputs, states, gradients."""
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+import fake_jla
 import linear_oracle as oracle
 import startrail_jax as st
 from refusals import refused
 from startrail_jax.analysis.messages import read_messages
-from startrail_jax.errors import InputError
-from startrail_jax.linear import sizes
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.linear import jla, sizes
+from startrail_jax.linear.block import LinearRequest
 from startrail_jax.linear.sizes import CHUNK, GROUP, Cut
 from startrail_jax.traffic.ports import messages
 
@@ -113,10 +116,10 @@ MESHES = [
 ]
 
 
-def attention_on(degrees, rule, *, layout="contiguous", axis_type="auto"):
+def attention_on(degrees, rule, *, layout="contiguous", axis_type="auto", backend="xla"):
     devices = jax.devices()[: degrees.num_devices]
     mesh = st.make_mesh(degrees, axis_type, devices=devices)
-    return st.LinearAttention(mesh, rule=rule, layout=layout)
+    return st.LinearAttention(mesh, rule=rule, layout=layout, backend=backend)
 
 
 @pytest.mark.slow_except_every(4)
@@ -141,6 +144,44 @@ def test_groups_are_computed_at_once(rule, layout, monkeypatch):
     ids = documents(76, [3, 8, 30, 38, 61])
     check(attention, inputs(rule, 76, seed=1), ids)
     check(attention, inputs(rule, 76, seed=2), has_state=False)
+
+
+@pytest.mark.slow_except_every(2)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("heads", [(2, 2, 4), (2, 3, 6), (4, 1, 2)])
+@pytest.mark.parametrize(("degrees", "layout", "seq_len"), MESHES[:4])
+def test_kernels_of_jla_are_exact(degrees, layout, seq_len, heads, packed, monkeypatch):
+    """Their states before and after groups, and their gradients, are put together aright."""
+    fake_jla.install(monkeypatch)
+    for name, size in dict(CHUNK=4, GROUP=2, AT_ONCE=10).items():
+        monkeypatch.setattr(sizes, name, size)
+    attention = attention_on(degrees, "gated_delta", layout=layout, backend="jla")
+    border = seq_len // attention.layout.multiple
+    starts = [1, 8, border, 2 * border, seq_len // 2 + 5, seq_len - 2]
+    ids = documents(seq_len, starts) if packed else None
+    if packed:
+        ids[0, 9:12] = ids[1, -3:] = -1
+    check(attention, inputs("gated_delta", seq_len, heads=heads, seed=7), ids)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(platform="cpu", capability=None), "compute capability (9, 0); got cpu"),
+        (dict(capability=(10, 0)), "got (10, 0)"),
+        (dict(rule="kda"), "only rule='gated_delta' has run on a GPU; got rule='kda'"),
+        (dict(dtype="float32"), "bfloat16 and float16; got float32"),
+        (dict(value_dim=256), "among (64, 128); got 128 and 256"),
+    ],
+)  # fmt: skip
+def test_limits_of_jla_are_named(changed, words, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    given = dict(platform="cuda", capability=(9, 0), rule="gated_delta", dtype="bfloat16")
+    request = LinearRequest(**given, key_dim=128, value_dim=128)
+    assert jla.refusal(request) is None
+    assert words in jla.refusal(dataclasses.replace(request, **changed))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install '.[jla]'" in jla.refusal(request)
 
 
 @pytest.mark.slow_except_every(3)
@@ -512,6 +553,10 @@ def test_mistakes_are_named():
         st.LinearAttention(mesh, rule="delta")
     with refused(InputError, "scale must be", "inf"):
         st.LinearAttention(mesh, rule="ssd", scale=np.inf)
+    with refused(InputError, "backend must be one of ('xla', 'jla')", backend="cuda"):
+        st.LinearAttention(mesh, rule="ssd", backend="cuda")
+    with refused(UnsupportedError, "backend='jla' does not serve this", "Use backend='xla'"):
+        dataclasses.replace(attention, backend="jla", degrees=None)(q, k, v)
     with refused(InputError, "query and key must be", "query [2, 8, 2, 5]"):
         attention(q[..., :5], k, v)
     with refused(InputError, "one dtype", "bfloat16, float32"):

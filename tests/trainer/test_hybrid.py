@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import fake_jla
 import startrail_jax as st
 from models.hooks import Hooks
 from programs import (
@@ -23,7 +24,7 @@ from programs import (
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import LoraConfig, OptimizerConfig
+from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import (
@@ -112,12 +113,17 @@ SETTINGS = {
         st.Degrees(group=2, team=2),
         {"gradient_accumulation": 2, "remat": "products_saved"},
     ),
+    "kernels of jla": (
+        st.Degrees(ring=4),
+        {"attention": AttentionConfig(linear_backend="jla"), "remat": "products_saved"},
+    ),
 }
 
 
 @pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_mesh_gives_the_losses_of_one_device(name, initial_state, one_device):
+def test_every_mesh_gives_the_losses_of_one_device(name, initial_state, one_device, monkeypatch):
+    fake_jla.install(monkeypatch)
     degrees, changes = SETTINGS[name]
     found = losses_of(make_program(degrees, **changes), initial_state)
     if "gradient_accumulation" in changes:  # Experts are balanced in each part.
@@ -235,6 +241,13 @@ def test_experts_that_make_no_sense_are_refused(experts, others, words):
     with refused(InputError, words):
         experts = dataclasses.replace(HYBRID["experts"], **experts)
         GPTConfig(**HYBRID | {"experts": experts} | others)
+
+
+def test_kernels_of_linear_attention_need_such_layers():
+    with refused(InputError, "needs layers of linear attention", linear_backend="jla"):
+        program_of(
+            make_config(SMALL, attention=AttentionConfig(linear_backend="jla")), st.Degrees()
+        )
 
 
 def test_tokens_are_sent_to_experts_of_zero_3_alone():

@@ -21,7 +21,7 @@ def make_attention(
     mesh: Mesh | AbstractMesh, config: TrainConfig, objective: Objective
 ) -> Attention:
     """The attention of a run on a mesh."""
-    options = config.attention_of_model | vars(config.attention)
+    options = config.attention_of_model | config.attention.options
     return Attention(mesh, causal=objective.causal, **options)
 
 
@@ -57,6 +57,12 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
     kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
     check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
     check_linear_heads(degrees.tensor, config.model)
+    backend = config.attention.linear_backend
+    if backend != "xla" and "linear" not in getattr(config.model, "layer_mixers", ()):
+        raise InputError(
+            "attention.linear_backend needs layers of linear attention; got "
+            f"linear_backend={backend!r} and a model without any. Leave it out."
+        )
     if config.zero and partition.replicas and not partition.zero:
         raise InputError(
             f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "

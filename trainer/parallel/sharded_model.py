@@ -44,17 +44,20 @@ class ShardedModel:
         *,
         tile: int | None,
         remat: Callable[[Layer], Layer] = lambda layer: layer,
+        linear_backend: str = "xla",
     ) -> None:
         """Finds out how the weights are sharded, without making them.
 
         Args:
             attention: the attention that the model calls, on the mesh of `partition`.
             tile: tokens of a device that the MLP treats at a time; None for all.
+            linear_backend: `backend` of linear attention.
         """
         self.attention = attention
         self.partition = partition
         self._make_model = make_model
         self._tile = tile
+        self._linear_backend = linear_backend
         self._remat = remat
         self._graph, shapes = nnx.split(nnx.eval_shape(self.make))
         self.splits = partition.splits(shapes)
@@ -174,7 +177,7 @@ class ShardedModel:
         names = ("mesh", "layout", "axis_names", "axis")
         given = {name: getattr(self.attention, name) for name in names}
         degrees = None if self.attention.axis is None else self.attention.degrees
-        return LinearAttention(**given, degrees=degrees, rule=rule)
+        return LinearAttention(**given, degrees=degrees, rule=rule, backend=self._linear_backend)
 
     def _wrap_layer(self, layer: Layer, part: str = ATTENTION) -> Layer:
         splits = self.partition.of_layer(self.splits[part])

@@ -168,6 +168,7 @@ class Program:
                 offload=config.offload,
                 gathers_weights=gathers_weights,
             ),
+            linear_backend=config.attention.linear_backend,
         )
 
     @property

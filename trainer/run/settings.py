@@ -28,7 +28,7 @@ KIND_WITHOUT_NAME = "gpt"
 FREE_SETTINGS = (
     *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "gradient_accumulation"),
     *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
-    *("attention.exchange", "attention.backend"),
+    *("attention.exchange", "attention.backend", "attention.linear_backend"),
     *("plan", "wandb", "mlflow"),
     *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),
     # Only steps that are yet to be done depend on these.
