@@ -74,7 +74,7 @@ DISPATCHES = 4
 SENT_TO_EXPERTS = 5
 """Arrays of a step's assignments that are sent: inputs and outputs of experts, and backward inputs
 and two gradients."""
-_PADDING = 8
+_PADDING = 3
 """Rows of experts over those that are filled up: see `models.experts.tile_rows`."""
 
 
