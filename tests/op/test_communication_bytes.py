@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -340,3 +342,32 @@ def test_remat_repeats_attention_only_if_its_outputs_are_not_saved(name, saved):
     report = setting.expected()
     repeated = 0 if saved else report.forward.received_bytes
     assert traffic.received_bytes == report.total.received_bytes + repeated
+
+
+FIGURE = {
+    "Wan 14B": dict(seq_len=75_776, heads=40, kv_heads=40, mask=st.masks.Full()),
+    "Llama 3 8B": dict(seq_len=1 << 20, heads=32, kv_heads=8, mask=st.masks.Causal(),
+                       layout="zigzag"),
+}  # fmt: skip
+
+
+def test_figure_of_the_first_page_has_the_fewest_bytes():
+    page = (Path(__file__).parents[2] / "docs/bytes.svg").read_text()
+    points = re.findall(r"<title>(.*), (\d+) GPUs, (.*): ([\d.,]+) MiB \((.*)\)</title>", page)
+    assert len(points) == 2 * 3 * 7
+    for model, count, scheme, shown, degrees in points:
+        count, (name, *_) = int(count), scheme.split()
+
+        def mib(degrees, model=model):
+            call = dict(batch=1, head_dim=128, dtype="bfloat16", **FIGURE[model])
+            return st.communication(degrees, **call).total.received_bytes / 2**20
+
+        named = (x.rsplit(" ", 1) for x in degrees.split(", "))
+        least = mib(st.Degrees(**{role: int(degree) for role, degree in named}))
+        assert f"{least:,.1f}" == shown
+        for head, group, team in itertools.product([2**i for i in range(10)], repeat=3):
+            used = head * group * team
+            ours = name == "StarTrail" or (group == team == 1 and (name == "USP" or head == 1))
+            if ours and count % used == 0 and FIGURE[model]["heads"] % head == 0:
+                other = dict(head=head, group=group, team=team, ring=count // used)
+                assert mib(st.Degrees(**other)) >= least
