@@ -29,10 +29,10 @@ from startrail_jax.blocks import packed, tiled
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.cudnn import output_for
 from startrail_jax.blocks.packed import Ids, Kernels
-from startrail_jax.blocks.pieces import Pieces
+from startrail_jax.blocks.pieces import MOST_BLOCKS, Pieces
 from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
 from startrail_jax.blocks.visibility import Cases, Visibility
-from startrail_jax.masks import Causal, Full
+from startrail_jax.masks import BlockCausal, Causal, Full
 from startrail_jax.masks.algebra import causal_window
 from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.varying import alike
@@ -57,10 +57,25 @@ class Flash:
         if (why := self.kernels.refusal(request)) is not None:
             return why
         full = isinstance(request.mask, Full)
-        if not (full or isinstance(request.mask, Causal) or causal_window(request.mask)):
-            return f"its masks are full, causal and causal windows; got mask={request.mask}"
-        if request.packed and full and not self.kernels.leading:
-            return "its kernels serve documents under causal masks and windows; got mask=Full()"
+        in_blocks = isinstance(request.mask, BlockCausal)
+        if not (
+            full or in_blocks or isinstance(request.mask, Causal) or causal_window(request.mask)
+        ):
+            return (
+                "its masks are full, causal, block-causal and causal windows; got "
+                f"mask={request.mask}"
+            )
+        if in_blocks and not request.num_cases:
+            return (
+                f"a device may have at most {MOST_BLOCKS} blocks of queries under a block-causal "
+                f"mask; got more of mask={request.mask}"
+            )
+        leading = full or in_blocks
+        if request.packed and leading and not self.kernels.leading:
+            return (
+                "its kernels serve documents under causal masks and windows; got "
+                f"mask={request.mask}"
+            )
         if not full and request.num_cases > MAX_CASES:
             return (
                 f"causal units must meet in at most {MAX_CASES} sets of rectangles and squares; "
@@ -184,7 +199,7 @@ def _only(
     them. In front of a branch, a GPU would wait for its host.
     """
     seen = [pieces for pieces in cases if pieces != Pieces()]
-    if visibility.of_window is None or len(cases) != 2 or len(seen) != 1:
+    if visibility.by_runs is None or len(cases) != 2 or len(seen) != 1:
         return None, cases
     return case == cases.index(seen[0]), tuple(seen)
 

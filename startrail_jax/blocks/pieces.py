@@ -1,8 +1,9 @@
-"""The visible part of two units under a causal mask or window, in shapes that flash kernels serve.
+"""The visible part of two units under some masks, in shapes that flash kernels serve.
 
 Under a causal mask these are full rectangles and causal squares. A causal window adds squares with
-a window, and squares at its far end, which are causal in reverse order of tokens. Everything here
-is static: integers, and no arrays.
+a window, and squares at its far end, which are causal in reverse order of tokens. Under a
+block-causal mask there are rectangles alone, one for each block of queries. Everything here is
+static: integers, and no arrays.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from startrail_jax.masks import BlockCausal, Mask
+from startrail_jax.masks.algebra import causal_window
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,45 @@ def _pieces(query: tuple[int, int, int], key: tuple[int, int, int], offset: int)
 
 TokenRuns = tuple[tuple[int, int, int], ...]
 """(index of the first token in its unit, position of it, tokens) of each run of neighbours."""
+
+
+MOST_BLOCKS = 64
+"""Blocks of a query unit under a block-causal mask, at most: each is a kernel call."""
+
+
+def period(mask: Mask, tokens: int) -> int | None:
+    """By how many tokens a causal window or a block-causal mask may move and stay what it is; None
+    for other masks, and where a query unit of so many tokens has too many blocks."""
+    if isinstance(mask, BlockCausal):
+        return mask.size if tokens <= MOST_BLOCKS * mask.size else None
+    return None if causal_window(mask) is None else 1
+
+
+def pieces_by_runs(mask: Mask, queries: TokenRuns, keys: TokenRuns) -> Pieces:
+    """The pieces of two units, with their runs in order of position, under a mask that has a
+    `period`."""
+    if isinstance(mask, BlockCausal):
+        return pieces_of_blocks(queries, keys, mask.size)
+    window = causal_window(mask)
+    assert window is not None
+    return pieces_of_window(queries, keys, window)
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces_of_blocks(queries: TokenRuns, keys: TokenRuns, size: int) -> Pieces:
+    """The pieces of two units under a block-causal mask, with blocks of so many tokens."""
+    found = []
+    for (i, at, m), (j, key_at, n) in itertools.product(_joined(queries), _joined(keys)):
+        start = at
+        while start < at + m:
+            stop, end = (start // size + 1) * size, at + m
+            seen = min(stop - key_at, n)
+            # Later blocks see no more.
+            stop = end if seen == n else min(stop, end)
+            if seen > 0:
+                found.append((start - at + i, stop - at + i, j, j + seen))
+            start = stop
+    return Pieces(rectangles=tuple(found), leading=True)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,8 +1,8 @@
 """Which keys of one unit the queries of another see.
 
 A `Visibility` describes the pair by positions and segment ids; no array over the whole sequence
-squared exists. Blocks turn it into kernel calls: `pieces.py` cuts a plain causal mask or a causal
-window into rectangles and squares, `tiles.py` cuts any mask into tiles.
+squared exists. Blocks turn it into kernel calls: `pieces.py` cuts some masks into
+rectangles and squares, `tiles.py` cuts any mask into tiles.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Visibility:
     offsets: tuple[int, ...] = ()
     """All possible distances from the start of `query_runs` to that of `key_runs`, in
     tokens; `cases` needs them where the starts are traced."""
-    of_window: Callable[[], Cases] | None = None
-    """What `cases` gives for a causal window; None if that does not fall into `Pieces`."""
+    by_runs: Callable[[], Cases] | None = None
+    """What `cases` gives for a mask that has a `pieces.period`; None for others."""
 
     @property
     def full(self) -> bool:
@@ -97,9 +97,9 @@ class Visibility:
         return seen
 
     def cases(self) -> Cases:
-        """The sets of pieces of a causal mask or window; segment ids are ignored."""
-        if self.of_window is not None:
-            return self.of_window()
+        """The sets of pieces of a mask that falls into them; segment ids are ignored."""
+        if self.by_runs is not None:
+            return self.by_runs()
         assert self.causal
         assert self.query_runs is not None
         assert self.key_runs is not None

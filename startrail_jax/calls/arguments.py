@@ -34,7 +34,7 @@ class Arguments(Options, Sharded):
     """A segment id that marks padding in addition to negative ids, such as 0 in MaxText; None for
     only negative ids."""
     backend: blocks.Backend | list[str | blocks.Block] = "auto"
-    """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, full and causal masks), "tiled" (NVIDIA
+    """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, simple masks), "tiled" (NVIDIA
     GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
     supports the inputs on the devices of the mesh; "fa4" (FlashAttention-4, on Hopper and later, by
     the package fa4-jax); your own kernel, which is any hashable object with the methods of

@@ -17,12 +17,11 @@ from jaxtyping import Array
 
 from startrail_jax.blocks import Backend
 from startrail_jax.blocks.base import Request
-from startrail_jax.blocks.pieces import Pieces, pieces_by_offset, pieces_of_window
+from startrail_jax.blocks.pieces import Pieces, period, pieces_by_offset, pieces_by_runs
 from startrail_jax.blocks.visibility import Cases, Visibility
 from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Mask
-from startrail_jax.masks.algebra import causal_window
 from startrail_jax.options import Side
 from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes, traveller
@@ -104,9 +103,9 @@ class Schedule(Rounds):
         ahead, behind = self.along_ring(p, queries_ahead, 1), self.along_ring(p, keys_behind, -1)
         queries = self.query_runs(seq_len, ahead, g)
         keys = self.key_runs(kv_seq_len or seq_len, behind, a)
-        of_window = None
-        if causal_window(mask) is not None:
-            of_window = functools.partial(_case_of_window, self, seq_len, known, queries, keys)
+        by_runs = None
+        if period(mask, queries.tokens) is not None:
+            by_runs = functools.partial(_case_of_runs, self, seq_len, known, queries, keys)
         return Visibility(
             mask,
             query_runs=queries,
@@ -114,7 +113,7 @@ class Schedule(Rounds):
             query_segments=query_segments,
             key_segments=key_segments,
             offsets=run_offsets(self, seq_len, known),
-            of_window=of_window,
+            by_runs=by_runs,
         )
 
     def request(self, share: Sizes, num_cases: int | None = None) -> Request:
@@ -178,19 +177,18 @@ def unit_cases(
         kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
 
     Returns:
-        The sets; none if what is visible does not fall into pieces, as masks that are
-        neither full nor causal nor a causal window do not.
+        The sets; none if what is visible does not fall into pieces, as under masks that are not
+        full, causal, block-causal or a causal window.
     """
     query, key = schedule.query_runs(seq_len, 0, 0), schedule.key_runs(kv_seq_len or seq_len, 0, 0)
     mask = schedule.mask.within(seq_len)
     if isinstance(mask, Full):
         return (Pieces.whole(query.tokens, key.tokens),)
-    is_window = causal_window(mask) is not None
-    if not (isinstance(mask, Causal) or is_window):
-        return ()
-    if is_window:
-        found = [window_cases(schedule, seq_len, distance) for distance in (0, None)]
+    if period(mask, query.tokens) is not None:
+        found = [run_cases(schedule, seq_len, distance) for distance in (0, None)]
         return tuple(dict.fromkeys(pieces for *_, cases in found for pieces in cases))
+    if not isinstance(mask, Causal):
+        return ()
     offsets = [run_offsets(schedule, seq_len, distance) for distance in (0, None)]
     return pieces_by_offset(query.shape, key.shape, sum(offsets, ()))[1]
 
@@ -212,28 +210,30 @@ def run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tuple
 
 
 @functools.lru_cache(maxsize=1024)
-def window_cases(
+def run_cases(
     schedule: Schedule, seq_len: int, distance: int | None
 ) -> tuple[np.ndarray, np.ndarray, tuple[Pieces, ...]]:
-    """Every set of pieces of units that meet under a causal window.
+    """Every set of pieces of units that meet under a mask that has a `period`.
 
     Args:
-        schedule: the schedule, of a mask that is a causal window and units of neighbouring tokens.
+        schedule: the schedule, of units of neighbouring tokens.
         seq_len: tokens of the whole sequence.
         distance: as in `run_offsets`.
 
     Returns:
         All ways in which units may lie, as the starts of the query runs and then of the key runs,
-        counted from the first query: int32 [ways, runs]. The index of the set of each way, int32
-        [ways]; and the sets.
+        counted from the period in which the first query lies: int32 [ways, runs]. The index of the
+        set of each way, int32 [ways]; and the sets.
     """
-    window = causal_window(schedule.mask.within(seq_len))
-    assert window is not None
+    mask = schedule.mask.within(seq_len)
+    step = period(mask, schedule.query_runs(seq_len, 0, 0).tokens)
+    assert step is not None
     distances = ring_offsets(schedule, seq_len)[1:] if distance is None else (distance,)
     if not distances:
         return np.zeros((0, 0), np.int32), np.zeros(0, np.int32), ()
     query, key = schedule.units_that_meet(seq_len, distances)
-    starts = np.stack([x - query.starts[0] for x in (*query.starts, *key.starts)], -1)
+    first = query.starts[0] // step * step
+    starts = np.stack([x - first for x in (*query.starts, *key.starts)], -1)
     ways = np.unique(starts.reshape(-1, starts.shape[-1]), axis=0)
     found = []
     for way in ways.tolist():
@@ -242,18 +242,20 @@ def window_cases(
             tuple((i * unit.length, start, unit.length) for i, start in enumerate(those))
             for unit, those in ((query, of_queries), (key, of_keys))
         ]
-        found.append(pieces_of_window(*runs, window))
+        found.append(pieces_by_runs(mask, *runs))
     cases = tuple(dict.fromkeys(found))
     return ways.astype(np.int32), np.array([*map(cases.index, found)], np.int32), cases
 
 
-def _case_of_window(
+def _case_of_runs(
     schedule: Schedule, seq_len: int, distance: int | None, queries: Runs, keys: Runs
 ) -> Cases:
-    """The case of two units that meet under a causal window, whose starts may be traced."""
-    ways, index, cases = window_cases(schedule, seq_len, distance)
+    """The case of two units that meet, whose starts may be traced: see `run_cases`."""
+    ways, index, cases = run_cases(schedule, seq_len, distance)
     if len(cases) == 1:
         return 0, cases
-    starts = [jnp.asarray(x - queries.starts[0]) for x in (*queries.starts, *keys.starts)]
+    step = period(schedule.mask.within(seq_len), queries.tokens) or 1
+    first = queries.starts[0] // step * step
+    starts = [jnp.asarray(x - first) for x in (*queries.starts, *keys.starts)]
     way = (ways == jnp.stack(starts)[None]).all(-1).argmax()
     return jnp.asarray(index)[way], cases

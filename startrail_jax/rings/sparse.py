@@ -30,12 +30,11 @@ from jaxtyping import Array
 from startrail_jax import blocks
 from startrail_jax.blocks import softmax
 from startrail_jax.blocks.base import Pair, Request
-from startrail_jax.blocks.pieces import Pieces, pieces_of_window
+from startrail_jax.blocks.pieces import Pieces, period, pieces_by_runs
 from startrail_jax.blocks.scores import PLAIN, Scores
 from startrail_jax.blocks.softmax import Partials, merge_precisely
 from startrail_jax.blocks.visibility import Cases, Visibility
 from startrail_jax.masks import Mask
-from startrail_jax.masks.algebra import causal_window
 from startrail_jax.rings import collectives
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, row_gradients
 from startrail_jax.rings.ring_loop import as_float32
@@ -53,11 +52,10 @@ def sparse_cases(mask: Mask, layout: Layout, seq_len: int) -> tuple[tuple[Pieces
     """The pieces of what each rank sees of its own keys and then of each run of keys that arrives.
 
     Returns:
-        For own keys and for each run, the pieces of each rank; none if the mask is no causal
-        window.
+        For own keys and for each run, the pieces of each rank; none if the mask has no `period`.
     """
-    window, plan = causal_window(mask.within(seq_len)), plan_sparse(mask, layout, seq_len)
-    if window is None or plan is None:
+    shown, plan = mask.within(seq_len), plan_sparse(mask, layout, seq_len)
+    if period(shown, seq_len // layout.degree) is None or plan is None:
         return ()
     units = [layout.unit_positions(seq_len, rank, 1) for rank in range(layout.degree)]
     own = [
@@ -73,7 +71,7 @@ def sparse_cases(mask: Mask, layout: Layout, seq_len: int) -> tuple[tuple[Pieces
         for run in move.runs
     )
     return tuple(
-        tuple(pieces_of_window(*both, window) for both in zip(own, keys, strict=True))
+        tuple(pieces_by_runs(shown, *both) for both in zip(own, keys, strict=True))
         for keys in (own, *arrived)
     )
 
@@ -223,7 +221,7 @@ class Sparse:
     def own(self, query_ids: Any, key_ids: Any) -> Visibility:
         """What the queries of this device see of its own keys."""
         mine = self.schedule.visibility(self.seq_len, (self.rank, 0, 0), query_ids, key_ids)
-        return replace(mine, of_window=self._of_window(0))
+        return replace(mine, by_runs=self._by_runs(0))
 
     def of_run(self, number: int, run: KeyRun, query_ids: Any, key_ids: Any) -> Visibility:
         """What the queries of this device see of the keys of run `number`, which have arrived."""
@@ -234,11 +232,11 @@ class Sparse:
             mask=_Piece(own.mask, first, last),
             key_runs=Runs((start,), run.length),
             offsets=(),
-            of_window=self._of_window(1 + number),
+            by_runs=self._by_runs(1 + number),
         )
 
-    def _of_window(self, index: int) -> Callable[[], Cases] | None:
-        """`Visibility.of_window` of one entry of `sparse_cases`."""
+    def _by_runs(self, index: int) -> Callable[[], Cases] | None:
+        """`Visibility.by_runs` of one entry of `sparse_cases`."""
         found = sparse_cases(self.schedule.mask, self.schedule.layout, self.seq_len)
         if not found:
             return None

@@ -1,6 +1,7 @@
 """The whole op on the GPU block backends, whose kernels are emulated: a covering design."""
 
 import dataclasses
+import functools
 from itertools import cycle
 from unittest import mock
 
@@ -64,7 +65,8 @@ CUDNN = list(
         tokens=(2, 14),
     )
 )
-# Causal windows, narrower and wider than a shard, whose keys go round the rings or are sent alone.
+# Causal windows, narrower and wider than a shard, and blocks. Keys go round the rings or are sent
+# alone.
 WINDOWS = [
     # Of a window as long as the sequence, all is seen.
     case
@@ -76,7 +78,7 @@ WINDOWS = [
             for name in ("ring", "startrail", "fewest_bytes", "no_ring", "uneven")
         },
         backend=("cudnn",),
-        mask=("own_window", "wide window", "two keys", "own key", "window"),
+        mask=("own_window", "wide window", "two keys", "own key", "window", "block_causal"),
         layout=("contiguous", "zigzag"),
         tokens=(6, 14),
         exchange=("rings", "sparse"),
@@ -122,6 +124,28 @@ def test_attention_on_cudnn_matches_oracle(case):
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
 def test_windows_on_cudnn_match_oracle(case):
     check(case)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("documents", [1, 3])
+def test_documents_and_padding_of_blocks_match_plain_xla(documents, layout):
+    """Kernels serve one document with padding behind it, and tiles serve several."""
+    degrees, tokens = Degrees(ring=2, team=2), 4 * 14
+    mesh = st.make_mesh(degrees, devices=jax.devices()[:4])
+    ids = np.repeat(np.arange(documents + 1), -(-tokens // (documents + 1)))[None, :tokens]
+    ids = np.where(ids == documents, -1, ids).astype(np.int32)
+    rng = np.random.default_rng(0)
+    arrays = (rng.normal(size=(1, tokens, 2, 16)).astype(np.float32) for _ in range(3))
+    found = []
+    for backend in ("cudnn", "xla"):
+        attention = st.Attention(
+            mesh, mask=st.masks.BlockCausal(9), layout=layout, backend=backend, exchange="rings"
+        )
+        given = attention.shard(*arrays) if not found else given
+        attend = functools.partial(attention, segment_ids=attention.shard(ids))
+        out, pull = jax.vjp(jax.jit(attend), *given)
+        found.append([attention.unshard(x) for x in (out, *pull(out))])
+    chex.assert_trees_all_close(*found, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.slow

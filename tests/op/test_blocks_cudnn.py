@@ -24,7 +24,7 @@ from startrail_jax.blocks.pieces import pieces_by_offset, pieces_of_window
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.masks import Causal, Full, Window
+from startrail_jax.masks import BlockCausal, Causal, Full, Window
 from startrail_jax.rings.schedule import ring_offsets, unit_cases
 from startrail_jax.tokens.layout import Layout
 
@@ -282,26 +282,28 @@ def test_pieces_of_a_window_hold_every_visible_pair_once():
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("window", [1, 2, 5, 8, 9, 21])
+@pytest.mark.parametrize(
+    "mask",
+    [*(Window(x - 1, 0) for x in (1, 2, 5, 8, 9, 21)), *map(BlockCausal, (2, 5, 8, 12, 27))],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("ring", "group", "team", "head"), [(2, 2, 2, 1), (4, 1, 3, 1), (1, 3, 4, 1), (2, 2, 3, 2)]
 )
 @pytest.mark.slow_except_every(5)
-def test_windows_of_every_device_and_round_hold_what_is_visible(
-    kind, window, ring, group, team, head
-):
+def test_cases_of_every_device_and_round_hold_what_is_visible(kind, mask, ring, group, team, head):
     mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
-    schedule = st.Attention(mesh, window=window, layout=kind).schedule
+    schedule = st.Attention(mesh, mask=mask, layout=kind).schedule
     seq_len, found = 8 * schedule.layout.degree, set()
     for p, g, a, distance in np.ndindex(ring, group, team, ring):
         if distance and distance not in ring_offsets(schedule, seq_len):
             continue
-        mask = schedule.visibility(seq_len, (p, g, a), keys_behind=distance)
-        index, cases = mask.cases()
-        queries, keys = np.asarray(mask.query_positions), np.asarray(mask.key_positions)
-        behind = queries[:, None] - keys[None, :]
+        seen = schedule.visibility(seq_len, (p, g, a), keys_behind=distance)
+        index, cases = seen.cases()
+        queries, keys = np.asarray(seen.query_positions), np.asarray(seen.key_positions)
         np.testing.assert_array_equal(
-            counted(cases[int(index)], len(queries), len(keys)), (behind >= 0) & (behind < window)
+            counted(cases[int(index)], len(queries), len(keys)),
+            mask.visible(queries[:, None], keys[None, :]),
         )
         found.add(cases[int(index)])
     assert found == {*unit_cases(schedule, seq_len)}
@@ -447,6 +449,7 @@ REQUEST = dict(
         (dict(mask=Window(4, 2)), r"causal windows; got mask=Window\(left=4, right=2\)"),
         (dict(packed=True), r"from compute capability 9\.0 on; got 8\.0 and segment_ids"),
         (dict(num_cases=129), "at most 128 sets .*; got 129"),
+        (dict(mask=BlockCausal(4), num_cases=0), "at most 64 blocks of queries"),
     ],
 )
 def test_limits_are_named_and_auto_goes_on(changed, message):
