@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from models.hooks import Hooks
+from models.lora import add_adapters
 from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig, TrainConfig
@@ -106,6 +107,23 @@ class Objective(ABC):
             default: what `config.optimizer` says.
         """
         return default
+
+
+def add_lora(model: Any, lora: LoraConfig, dtype: str, rngs: nnx.Rngs) -> None:
+    """Puts the adapters of a run into its model, if it has some.
+
+    Args:
+        dtype: type of the activations.
+    """
+    if lora.rank is not None:
+        add_adapters(
+            model,
+            rank=lora.rank,
+            scale=lora.scale,
+            targets=lora.targets,
+            base_dtype=lora.base_dtype or dtype,
+            rngs=rngs,
+        )
 
 
 def common_sizes(config: TrainConfig) -> dict[str, Any]:

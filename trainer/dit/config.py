@@ -18,13 +18,11 @@ from trainer.task import SampleOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiTConfig:
-    """Sizes of the model: the keyword arguments of `models.dit.DiT`."""
+class DenoiserConfig:
+    """Sizes that all diffusion transformers have."""
 
     channels: int
     """Number of channels of a latent or of an image."""
-    classes: int
-    """Number of classes that the model can draw; 0 for a model without classes."""
     patch: tuple[int, int, int] = (1, 2, 2)
     """Frames, height and width of a patch; each patch is a token."""
     width: int
@@ -41,7 +39,6 @@ class DiTConfig:
     def __post_init__(self) -> None:
         for name in ("channels", "width", "layers", "heads", "mlp_width"):
             check_minimum(f"model.{name}", getattr(self, name), 1)
-        check_minimum("model.classes", self.classes, 0)
         for size in self.patch:
             check_minimum("model.patch", size, 1)
         check_dit_width(width=self.width, heads=self.heads, prefix="model.")
@@ -55,6 +52,18 @@ class DiTConfig:
     def head_dim(self) -> int:
         """Number of channels of a head."""
         return self.width // self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig(DenoiserConfig):
+    """Sizes of the model: the keyword arguments of `models.dit.DiT`."""
+
+    classes: int
+    """Number of classes that the model can draw; 0 for a model without classes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_minimum("model.classes", self.classes, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,18 +129,10 @@ class ImageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiTTrainConfig(TrainConfig):
-    """A training run of a diffusion transformer."""
+class DenoiserTrainConfig(TrainConfig):
+    """A training run of any diffusion transformer."""
 
-    kind: ClassVar[str] = "dit"
     causal: ClassVar[bool] = False
-
-    model: DiTConfig
-    """Sizes of the model."""
-    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
-    """What the model learns to predict."""
-    data: ImageConfig = field(default_factory=ImageConfig)
-    """Data to train on."""
 
     size: tuple[int, int, int]
     """Frames, height and width of a latent or of an image; an image has one frame."""
@@ -140,21 +141,45 @@ class DiTTrainConfig(TrainConfig):
         super().__post_init__()
         for size in self.size:
             check_minimum("size", size, 1)
-        if any(n % patch for n, patch in zip(self.size, self.model.patch, strict=True)):
-            raise InputError(
-                "model.patch must divide size, in frames, height and width; got "
-                f"patch={self.model.patch}, size={self.size}. Change one of them."
-            )
+        for size in self.sizes:
+            if any(n % patch for n, patch in zip(size, self.model.patch, strict=True)):
+                raise InputError(
+                    "model.patch must divide every size, in frames, height and width; got "
+                    f"patch={self.model.patch}, size={size}. Change one of them."
+                )
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """All sizes of latents or of images."""
+        return (self.size,)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of an image."""
-        return math.prod(self.size) // math.prod(self.model.patch)
+        """Number of tokens of an image, or of a video of the largest size."""
+        return self.tokens_of(self.size)
+
+    def tokens_of(self, size: tuple[int, int, int]) -> int:
+        """Number of tokens of an image or a video."""
+        return math.prod(size) // math.prod(self.model.patch)
 
     @property
     def patch_elements(self) -> int:
-        """Number of values in a patch."""
+        """Number of values of a latent in a patch."""
         return math.prod(self.model.patch) * self.model.channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTTrainConfig(DenoiserTrainConfig):
+    """A training run of a diffusion transformer."""
+
+    kind: ClassVar[str] = "dit"
+
+    model: DiTConfig
+    """Sizes of the model."""
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    """What the model learns to predict."""
+    data: ImageConfig = field(default_factory=ImageConfig)
+    """Data to train on."""
 
 
 @dataclass(frozen=True, kw_only=True)

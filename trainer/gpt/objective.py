@@ -16,7 +16,6 @@ from models.experts import ExpertSizes
 from models.gated_delta import GatedDeltaSizes
 from models.gpt import GPT
 from models.hooks import Hooks
-from models.lora import add_adapters
 from models.rope import Rope
 from startrail_jax.planner.layers import shortest
 from startrail_jax.planner.models import LinearSizes, ModelSizes, MoESizes
@@ -24,7 +23,7 @@ from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
-from trainer.objective import Objective, common_sizes
+from trainer.objective import Objective, add_lora, common_sizes
 from trainer.parallel.partition import path_name
 
 
@@ -138,15 +137,7 @@ def make_gpt(
     """The model of a run, with its adapters if it has some; `others` are arguments of `GPT`."""
     arguments = model_arguments(model) | others
     gpt = GPT(**arguments, attention_fn=attention_fn, hooks=hooks, rngs=rngs)
-    if lora.rank is not None:
-        add_adapters(
-            gpt,
-            rank=lora.rank,
-            scale=lora.scale,
-            targets=lora.targets,
-            base_dtype=lora.base_dtype or model.dtype,
-            rngs=rngs,
-        )
+    add_lora(gpt, lora, model.dtype, rngs)
     return gpt
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
-from trainer.config import LoraConfig, TrainConfig, check_minimum
+from trainer.config import LoraConfig, check_minimum
+from trainer.dit.config import DenoiserConfig, DenoiserTrainConfig
 from trainer.places import check_on_disk
 from trainer.task import SampleOptions
 
@@ -19,21 +19,11 @@ MASK_CHANNELS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanConfig:
+class WanConfig(DenoiserConfig):
     """Sizes of the model. The defaults are those of Wan 2.1, text to video."""
 
     channels: int = 16
     """Number of channels of a latent."""
-    patch: tuple[int, int, int] = (1, 2, 2)
-    """Frames, height and width of a patch; each patch is a token."""
-    width: int
-    """Number of channels of the residual stream."""
-    layers: int
-    """Number of blocks."""
-    heads: int
-    """Number of attention heads, a divisor of `width`."""
-    mlp_width: int
-    """Number of hidden channels of the MLP."""
     text_dim: int = 4096
     """Number of channels of an embedded token of text."""
     text_tokens: int = 512
@@ -51,31 +41,17 @@ class WanConfig:
     """Whether what attends to the text is normalised."""
     norm_eps: float = 1e-6
     """What norms add to the variance or the mean square."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the activations; weights and the output are float32."""
 
     def __post_init__(self) -> None:
-        sizes = ("channels", "width", "layers", "heads", "mlp_width", "text_dim", "text_tokens")
-        for name in (*sizes, "time_channels", *(["image_dim"] if self.image_dim else [])):
+        super().__post_init__()
+        sizes = ("text_dim", "text_tokens", "time_channels")
+        for name in (*sizes, *(["image_dim"] if self.image_dim else [])):
             check_minimum(f"model.{name}", getattr(self, name), 1)
-        for size in self.patch:
-            check_minimum("model.patch", size, 1)
-        check_dit_width(width=self.width, heads=self.heads, prefix="model.")
         if self.image_dim is not None and self.first_frame != "channels":
             raise InputError(
                 "model.image_dim is for models with model.first_frame='channels'; got "
                 f"image_dim={self.image_dim}, first_frame={self.first_frame!r}. Change one of them."
             )
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads: as many as query heads."""
-        return self.heads
-
-    @property
-    def head_dim(self) -> int:
-        """Number of channels of a head."""
-        return self.width // self.heads
 
     @property
     def given_channels(self) -> int:
@@ -154,11 +130,10 @@ class ClipConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanTrainConfig(TrainConfig):
+class WanTrainConfig(DenoiserTrainConfig):
     """A training run of a Wan."""
 
     kind: ClassVar[str] = "wan"
-    causal: ClassVar[bool] = False
 
     model: WanConfig
     """Sizes of the model."""
@@ -179,14 +154,7 @@ class WanTrainConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_on_disk("init_from", self.init_from)
-        for size in self.size:
-            check_minimum("size", size, 1)
         for size in self.sizes:
-            if any(n % patch for n, patch in zip(size, self.model.patch, strict=True)):
-                raise InputError(
-                    "model.patch must divide every size, in frames, height and width; got "
-                    f"patch={self.model.patch}, size={size}. Change one of them."
-                )
             if math.prod(size) > math.prod(self.size):
                 raise InputError(
                     "size must be the largest of the sizes, as the memory of a step is that of its "
@@ -205,15 +173,6 @@ class WanTrainConfig(TrainConfig):
             )
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens of a video of `size`, the largest."""
-        return self.tokens_of(self.size)
-
-    def tokens_of(self, size: tuple[int, int, int]) -> int:
-        """Number of tokens of a video."""
-        return math.prod(size) // math.prod(self.model.patch)
-
-    @property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
         """All sizes: `size`, and those of `data.sizes`."""
         return (self.size, *map(read_size, self.data.sizes))
@@ -221,11 +180,6 @@ class WanTrainConfig(TrainConfig):
     def of_size(self, size: tuple[int, int, int]) -> WanTrainConfig:
         """The same with one size."""
         return replace(self, size=size, data=replace(self.data, sizes=()))
-
-    @property
-    def patch_elements(self) -> int:
-        """Number of values of a latent in a patch."""
-        return math.prod(self.model.patch) * self.model.channels
 
     @property
     def freezes(self) -> bool:

@@ -11,16 +11,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.hooks import Hooks
-from models.lora import add_adapters
 from models.wan import Wan
 from startrail_jax.tokens.layout import Layout
-from trainer.config import LoraConfig
 from trainer.data.batches import OfRows
 from trainer.dit.batches import Grid, tokens_of
 from trainer.dit.diffusion import draw_times
 from trainer.dit.objective import Denoiser
 from trainer.dit.wan.batches import ClipBatch, Texts, batch_shapes
-from trainer.dit.wan.config import WanConfig
+from trainer.objective import add_lora
 
 
 class Given(NamedTuple):
@@ -76,7 +74,19 @@ class VideoFlow(Denoiser):
         }
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> Wan:
-        return make_wan(self._config.model, self._config.lora, attention_fn, hooks, rngs)
+        config, model = self._config, self._config.model
+        others = ("channels", "text_tokens", "first_frame")
+        sizes = {name: value for name, value in vars(model).items() if name not in others}
+        wan = Wan(
+            **sizes,
+            in_channels=model.channels + model.given_channels,
+            out_channels=model.channels,
+            attention_fn=attention_fn,
+            hooks=hooks,
+            rngs=rngs,
+        )
+        add_lora(wan, config.lora, model.dtype, rngs)
+        return wan
 
     def batch_shapes(self, layout: Layout) -> ClipBatch:
         return batch_shapes(self._config, layout)
@@ -135,33 +145,3 @@ class VideoFlow(Denoiser):
             image=None if given.image is None else jnp.asarray(given.image),
             segment_ids=batch.segment_ids,
         )
-
-
-def make_wan(
-    model: WanConfig,
-    lora: LoraConfig,
-    attention_fn: Callable[..., Array],
-    hooks: Hooks,
-    rngs: nnx.Rngs,
-) -> Wan:
-    """The model of a run, with its adapters if it has some."""
-    others = ("channels", "text_tokens", "first_frame")
-    sizes = {name: value for name, value in vars(model).items() if name not in others}
-    wan = Wan(
-        **sizes,
-        in_channels=model.channels + model.given_channels,
-        out_channels=model.channels,
-        attention_fn=attention_fn,
-        hooks=hooks,
-        rngs=rngs,
-    )
-    if lora.rank is not None:
-        add_adapters(
-            wan,
-            rank=lora.rank,
-            scale=lora.scale,
-            targets=lora.targets,
-            base_dtype=lora.base_dtype or model.dtype,
-            rngs=rngs,
-        )
-    return wan
