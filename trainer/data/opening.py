@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from startrail_jax.errors import InputError
+
+Entry = TypeVar("Entry")
 
 
 @contextmanager
@@ -22,6 +24,28 @@ def reading(path: Path) -> Iterator[None]:
             f"{error.strerror or error}. Correct its permissions or the link to it, or leave it "
             "out."
         ) from error
+
+
+def json_lines(
+    path: Path, parse: Callable[[Any], Entry], *, needed: str, way_out: str
+) -> Iterator[Entry]:
+    """What is parsed of each line of a JSONL file.
+
+    Args:
+        parse: takes the object of a line; ValueError, KeyError and TypeError say that it is wrong.
+        needed: the fields of an object, for the error.
+        way_out: the end of the error.
+    """
+    with reading(path):
+        text = path.read_text()
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            yield parse(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"Line {number} of {str(path)!r} must be a JSON object with {needed}; got "
+                f"{line[:60]!r}. {way_out}"
+            ) from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

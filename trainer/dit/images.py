@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int
 
 from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset, held_out_of
@@ -90,14 +90,26 @@ def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
 # The digits of scikit-learn.
 
 
-def _open_digits(config: DiTTrainConfig) -> _Source:
+def images_of_digits(what: str) -> tuple[Float32[np.ndarray, "N 8 8"], Int[np.ndarray, " N"]]:
+    """The images of scikit-learn, with values from -1 to 1, and the digit of each.
+
+    Args:
+        what: what the data are that are made of them, for the error.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingPackageError(
-            "Without --data.path, data are the handwritten digits of scikit-learn, which is "
-            f"missing ({error}). Run: pip install -e '.[images]'"
+            f"Without --data.path, data are {what} of scikit-learn, which is missing ({error}). "
+            "Run: pip install -e '.[images]'"
         ) from error
+    digits: Any = load_digits()
+    # Pixels have values from 0 to 16.
+    return (digits.images / 8 - 1).astype(np.float32), digits.target
+
+
+def _open_digits(config: DiTTrainConfig) -> _Source:
+    images, labels = images_of_digits("the handwritten digits")
     name = "handwritten digits of scikit-learn"
     if (config.size, config.model.channels) != ((1, 8, 8), 1) or config.model.classes not in (
         0,
@@ -108,13 +120,10 @@ def _open_digits(config: DiTTrainConfig) -> _Source:
             f"size={config.size}, channels={config.model.channels}, "
             f"classes={config.model.classes}. Use those, or give --data.path."
         )
-    digits: Any = load_digits()
-    # Pixels have values from 0 to 16.
-    images = (digits.images / 8 - 1).astype(np.float32)[:, None, :, :, None]
     return _Source(
         name=name,
-        latent=lambda number: images[number],
-        labels=digits.target.tolist() if config.model.classes else [None] * len(images),
+        latent=lambda number: images[number, None, :, :, None],
+        labels=labels.tolist() if config.model.classes else [None] * len(images),
         content=_digest(images),
     )
 

@@ -14,7 +14,6 @@ from jaxtyping import Array
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
-from trainer.checkpoints.reading import restore_weights
 from trainer.config import SHARDED_AXES, MeshConfig
 from trainer.dit.config import DiTTrainConfig, ImageOptions
 from trainer.dit.diffusion import SAMPLERS, Predict, sample
@@ -23,8 +22,8 @@ from trainer.dit.objective import Denoising
 from trainer.errors import StorageError
 from trainer.objective import Objective
 from trainer.parallel.step import Program
-from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
 from trainer.session import Session
+from trainer.weights.adapters import restore_model
 
 DEFAULT_GUIDANCE = 1.5
 CLASSES_SHOWN = 10
@@ -39,9 +38,8 @@ def sample_images(
     labels = rows_of_grid(config, options)
     is_latent = config.data.holds_latents
     what = "latents, which are no pixels" if is_latent else "images"
-    out = file_to_write(run_dir, options.out, (".npz",) if is_latent else (".png", ".npz"), what)
-    if session.is_first:
-        require_new_file(out, options.out)
+    suffixes = (".npz",) if is_latent else (".png", ".npz")
+    out = file_to_write(run_dir, options.out, suffixes, what, session)
     rows = min(options.batch_size, len(labels))
     program = program_to_draw(config, session, Denoising, rows)
     model, target = config.model, config.diffusion.target
@@ -61,8 +59,8 @@ def sample_images(
         return sample(target, sampler, predict, noise, options.steps)
 
     drawing = Drawing(program, sample=draw_sample, guidance=guidance)
-    shapes, folder = program.state_shapes.weights, run_dir / CHECKPOINTS_FOLDER
-    weights, step = restore_weights(folder, shapes, model_flags(config), note=session.note)
+    shapes = program.state_shapes.model
+    weights, step = restore_model(run_dir, config, shapes, note=session.note)
     session.note(f"model: {run_dir} after step {step}")
     given = np.array(labels, np.int32)
     without = np.full_like(given, model.classes)
@@ -79,7 +77,7 @@ def sample_images(
             save_grid(pixels, file, columns=options.samples, scale=scale)
 
     if session.is_first:
-        what = "latents" if config.data.holds_latents else "images"
+        what = "latents" if is_latent else "images"
         session.note(f"{len(images)} {what}: {save_new(out, write)}")
 
 
@@ -145,7 +143,9 @@ def rows_of_grid(config: DiTTrainConfig, options: ImageOptions) -> list[int]:
     return [label for label in labels or [count] for _ in range(options.samples)]
 
 
-def file_to_write(run_dir: Path, wanted: Path | None, suffixes: tuple[str, ...], what: str) -> Path:
+def file_to_write(
+    run_dir: Path, wanted: Path | None, suffixes: tuple[str, ...], what: str, session: Session
+) -> Path:
     """The file to write, which is checked before anything is drawn.
 
     Args:
@@ -161,18 +161,14 @@ def file_to_write(run_dir: Path, wanted: Path | None, suffixes: tuple[str, ...],
         raise InputError(
             f"--out must lie in a folder that exists; got {str(out)!r}. Make {out.parent}."
         )
-    return out
-
-
-def require_new_file(out: Path, wanted: Path | None) -> None:
-    """Raises now what would be a pity after all is drawn."""
-    if wanted is not None and out.exists():
+    if session.is_first and wanted is not None and out.exists():
         raise InputError(
             f"--out must be a new file; got {str(out)!r}, which exists. Give another name, or "
             "remove it."
         )
-    if not os.access(out.parent, os.W_OK):
+    if session.is_first and not os.access(out.parent, os.W_OK):
         raise StorageError(
             f"--out must lie in a folder that can be written; got {str(out)!r}. Give another: "
             f"--out {out.name}."
         )
+    return out

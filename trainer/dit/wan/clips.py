@@ -15,7 +15,6 @@ Which videos are held out depends only on their number, not on the seed, the hos
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset, Groups, held_out_of
-from trainer.data.opening import read_object, reading
+from trainer.data.opening import json_lines, read_object
 from trainer.dit.wan.batches import Clip
 from trainer.dit.wan.config import WanConfig, WanTrainConfig, name_of
 
@@ -103,23 +102,19 @@ def read_lines(folder: Path) -> list[ClipLine]:
             f"data.path must be a folder that `python -m trainer.dit.encode` has written; got "
             f"{str(folder)!r} without {ENCODED}. Encode the videos first."
         )
-    found = {}
+    found: dict[str, ClipLine] = {}
+    needed = "file, size, tokens and caption"
+    way_out = "Remove the line, and encode the videos again."
     for path in sorted(folder.glob("clips-*.jsonl")):
-        with reading(path):
-            text = path.read_text()
-        for number, line in enumerate(text.splitlines(), 1):
-            try:
-                values = json.loads(line)
-                frames, height, width = map(int, values["size"])
-                size = frames, height, width
-                clip = ClipLine(values["file"], size, int(values["tokens"]), values["caption"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise InputError(
-                    f"Line {number} of {str(path)!r} must be a JSON object with file, size, tokens "
-                    f"and caption; got {line[:60]!r}. Remove the line, and encode the videos again."
-                ) from error
-            found[clip.file] = clip
+        lines = json_lines(path, _line_of, needed=needed, way_out=way_out)
+        found |= {line.file: line for line in lines}
     return [found[name] for name in sorted(found)]
+
+
+def _line_of(values: Any) -> ClipLine:
+    frames, height, width = map(int, values["size"])
+    size = frames, height, width
+    return ClipLine(values["file"], size, int(values["tokens"]), values["caption"])
 
 
 def sizes_of(lines: Sequence[ClipLine]) -> list[tuple[int, int, int]]:

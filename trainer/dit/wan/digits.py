@@ -9,17 +9,15 @@ random vector.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
 from startrail_jax.errors import InputError
+from trainer.dit.images import DIGITS, images_of_digits
 from trainer.dit.wan.batches import Clip
 from trainer.dit.wan.config import WanTrainConfig
-from trainer.errors import MissingPackageError
 
-NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 STEPS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 """Direction -> rows and columns by which a digit moves."""
 COUNT = 8192
@@ -41,17 +39,8 @@ class MovingDigits:
                 f"channels={model.channels}, first_frame={model.first_frame!r}, size="
                 f"{' '.join(map(str, config.size))}. Use those, or give --data.path."
             )
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise MissingPackageError(
-                "Without --data.path, data are moving digits of scikit-learn, which is missing "
-                f"({error}). Run: pip install -e '.[images]'"
-            ) from error
-        digits: Any = load_digits()
-        # Pixels have values from 0 to 16.
-        self._images = (digits.images / 8 - 1).astype(np.float32)
-        self._labels, self._size, self._text_dim = digits.target, config.size, model.text_dim
+        self._images, self._labels = images_of_digits("moving digits")
+        self._size, self._text_dim = config.size, model.text_dim
 
     def __len__(self) -> int:
         return COUNT
@@ -71,17 +60,17 @@ class MovingDigits:
         for frame in range(frames):
             top, left = (a + frame * b for a, b in zip(start, STEPS[direction], strict=True))
             latent[frame, top : top + PIXELS, left : left + PIXELS, 0] = self._images[image]
-        caption = f"{NAMES[self._labels[image]]} {direction}"
+        caption = f"{DIGITS[self._labels[image]]} {direction}"
         return Clip(latent, embedded(caption, self._text_dim))
 
 
 def embedded(caption: str, text_dim: int) -> Float32[np.ndarray, "S D"]:
     """A caption of moving digits, a vector for each word; no words are one zero."""
     words = caption.split()
-    unknown = [word for word in words if word not in (*NAMES, *STEPS)]
+    unknown = [word for word in words if word not in (*DIGITS, *STEPS)]
     if unknown:
         raise InputError(
-            f"A caption of moving digits must be of the words {' '.join((*NAMES, *STEPS))}; got "
+            f"A caption of moving digits must be of the words {' '.join((*DIGITS, *STEPS))}; got "
             f"{unknown[0]!r}. Use for example 'seven left'."
         )
     seeds = [hashlib.sha256(word.encode()).digest() for word in words]

@@ -16,7 +16,7 @@ from startrail_jax.errors import InputError
 from trainer.data.cache import write_folder
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.flow_steps import euler, unipc
-from trainer.dit.sample import file_to_write, program_to_draw, require_new_file, save_new
+from trainer.dit.sample import file_to_write, program_to_draw, save_new
 from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.clips import open_clips, read_empty, read_tensors, tensors_of
 from trainer.dit.wan.config import VideoOptions, WanTrainConfig, name_of
@@ -65,9 +65,7 @@ def sample_videos(
         suffixes, what = (".png", ".npz"), "digits"
     elif options.decode is not None:
         suffixes, what = ("",), "a folder"
-    out = file_to_write(run_dir, options.out, suffixes, what)
-    if session.is_first:
-        require_new_file(out, options.out)
+    out = file_to_write(run_dir, options.out, suffixes, what, session)
     torch_models = _torch_models(config, options)
     wishes, empty = _wishes(run, config, options, torch_models)
     rows = min(options.batch_size, len(wishes) * options.samples)

@@ -3,7 +3,6 @@ written."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -15,7 +14,7 @@ from jaxtyping import UInt8
 
 from startrail_jax.errors import InputError, UserError
 from trainer.data.files import walk_files
-from trainer.data.opening import reading
+from trainer.data.opening import json_lines, reading
 from trainer.errors import MissingPackageError
 
 SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -56,7 +55,10 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
             f"VIDEOS must hold files {', '.join(SUFFIXES)}; got none in {str(folder)!r}. Give "
             "another folder."
         )
-    known = {} if captions is None else dict(_lines(captions))
+    known: dict[str, str] = {}
+    if captions is not None:
+        fields = dict(needed="file and caption", way_out="Correct it.")
+        known = dict(json_lines(captions, _caption_of, **fields))
     found, lacking = [], []
     for file in files:
         beside = (folder / file).with_suffix(".txt")
@@ -80,18 +82,8 @@ def _suffix(file: str) -> str:
     return PurePosixPath(file).suffix.lower()
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    with reading(path):
-        text = path.read_text()
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            values = json.loads(line)
-            yield str(values["file"]), str(values["caption"]).strip()
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"Line {number} of {str(path)!r} must be a JSON object with file and caption; got "
-                f"{line[:60]!r}. Correct it."
-            ) from error
+def _caption_of(line: Any) -> tuple[str, str]:
+    return str(line["file"]), str(line["caption"]).strip()
 
 
 def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
