@@ -13,17 +13,16 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
-from models.layers import MLP, AttentionFn, projected
+from models.layers import MLP, AttentionFn, projected, run_blocks
 from models.linear import linear
 from models.modulation import TIME_SCALE, add_gated, modulate, one_by_one, sinusoids
 from models.sizes import check_dit_width
@@ -104,16 +103,9 @@ class DiT(nnx.Module):
             width, patch_channels, gain=0.0, dtype=dtype, out_dtype=jnp.float32, rngs=rngs
         )
 
-    def __call__(
-        self,
-        patches: Float[Array, "B T P"],
-        positions: Int32[Array, "B T 3"],
-        time: Float32[Array, " B"],
-        labels: Int32[Array, " B"],
-        segment_ids: Int32[Array, "B T"] | None = None,
-    ) -> Float32[Array, "B T P"]:
+    def __call__(self, *arguments: Any, **options: Any) -> Float32[Array, "B T P"]:
         """The prediction for each patch. Arguments as in `hidden`."""
-        return self.output(self.hidden(patches, positions, time, labels, segment_ids))
+        return self.output(self.hidden(*arguments, **options))
 
     def hidden(
         self,
@@ -136,16 +128,7 @@ class DiT(nnx.Module):
         """
         x = self.patches(patches) + grid_sinusoids(positions, self.width)
         condition = jax.nn.silu(self._embed_time(time) + self.classes(labels))
-
-        graph, weights = nnx.split(self.blocks)
-
-        def run_block(weights: Any, x: Array, *context: Any) -> Array:
-            return nnx.merge(graph, weights)(x, *context)
-
-        layer = self.hooks.wrap_layer(run_block)
-        context = condition, segment_ids
-        x = x.astype(self.dtype)
-        x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
+        x = run_blocks(self.blocks, self.hooks, x.astype(self.dtype), condition, segment_ids)
         shift, scale = one_by_one(self.modulation(condition))
         return modulate(x, shift, scale)
 
@@ -158,7 +141,7 @@ class DiT(nnx.Module):
 
 
 class DiTBlock(nnx.Module):
-    """Attention over all tokens, and what the stream does before and after it."""
+    """Its part `image` has the weights, and calls attention over all tokens."""
 
     def __init__(self, *, image: DiTStream, attention_fn: AttentionFn) -> None:
         self.image = image
@@ -177,28 +160,13 @@ class DiTBlock(nnx.Module):
             condition: conditioning vector of each row, from which modulations are projected.
             segment_ids: segment of each token.
         """
-        found = self.image.prepare(x, condition)
-        out = self.attention_fn(found.query, found.key, found.value, segment_ids=segment_ids)
-        return self.image.finish(found, out)
-
-
-class _Prepared(NamedTuple):
-    """A stream's tokens on their way through a block."""
-
-    x: Array
-    """The residual stream."""
-    query: Array
-    key: Array
-    value: Array
-    modulations: Sequence[Array]
-    """Modulations used after attention: its gate; then shift, scale and gate of the MLP."""
+        return self.image(x, condition, partial(self.attention_fn, segment_ids=segment_ids))
 
 
 class DiTStream(nnx.Module):
     """x + gate * attention(modulate(x)), then x + gate * mlp(modulate(x)).
 
-    `DiTBlock` calls attention, between `prepare` and `finish`. Each row has one shift, scale and
-    gate for all its tokens (adaLN-Zero).
+    Each row has one shift, scale and gate for all its tokens (adaLN-Zero).
     """
 
     def __init__(
@@ -221,36 +189,26 @@ class DiTStream(nnx.Module):
         self.out = linear((heads, head_dim), width, dtype=dtype, rngs=rngs)
         self.mlp = MLP("gelu", width=width, hidden=mlp_width, out_gain=1.0, dtype=dtype, rngs=rngs)
 
-    def prepare(
-        self, x: Float[Array, "B T width"], condition: Float32[Array, "B width"]
-    ) -> _Prepared:
-        """What the stream does before attention."""
-        shift, scale, *later = one_by_one(self.modulation(condition))
-        normalised = self.hooks.copy_to_tensor(modulate(x, shift, scale))
-        query, normalised = compute_first(projected(self.query(normalised)), normalised)
-        return _Prepared(
-            x=x,
-            query=query,
-            key=projected(self.key(normalised)),
-            value=projected(self.value(normalised)),
-            modulations=later,
-        )
-
-    def finish(
-        self, prepared: _Prepared, attended: Float[Array, "B T N H"]
+    def __call__(
+        self,
+        x: Float[Array, "B T width"],
+        condition: Float32[Array, "B width"],
+        attend: AttentionFn,
     ) -> Float[Array, "B T width"]:
-        """What the stream does after attention."""
         copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
-        attention_gate, shift, scale, mlp_gate = prepared.modulations
+        modulations = one_by_one(self.modulation(condition))
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulations
 
         def feed_forward(x: Array) -> Array:
             return reduce(self.mlp(copy(x)))
 
-        out = projected(reduce(self.out(attended)))
-        x = add_gated(prepared.x, attention_gate, out)
+        own = copy(modulate(x, shift, scale))
+        query, own = compute_first(projected(self.query(own)), own)
+        out = attend(query, projected(self.key(own)), projected(self.value(own)))
+        x = add_gated(x, gate, projected(reduce(self.out(out))))
         # A tile may hold tokens of several rows, so that modulation, by row, stays outside of it.
         mlp = self.hooks.tiled(feed_forward)
-        return add_gated(x, mlp_gate, mlp(modulate(x, shift, scale)))
+        return add_gated(x, mlp_gate, mlp(modulate(x, mlp_shift, mlp_scale)))
 
 
 def grid_sinusoids(positions: Int32[Array, "B T 3"], width: int) -> Float32[Array, "B T width"]:

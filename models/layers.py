@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from models.hooks import Hooks
 from models.linear import linear
 
 PROJECTION, HIDDEN = "projection", "hidden"
@@ -44,6 +45,18 @@ def biased(x: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array, "
     if bias is None:
         return x
     return (x.astype(jnp.float32) + bias[...][None, None]).astype(x.dtype)
+
+
+def run_blocks(blocks: nnx.Module, hooks: Hooks, x: Array, *context: Any) -> Array:
+    """What stacked blocks, (x, *context) -> x, make of x one after another."""
+    graph, weights = nnx.split(blocks)
+
+    def run_block(weights: Any, x: Array, *context: Any) -> Array:
+        return nnx.merge(graph, weights)(x, *context)
+
+    layer = hooks.wrap_layer(run_block)
+    x, _ = lax.scan(lambda x, weights: (layer(weights, x, *context), None), x, weights)
+    return x
 
 
 class OffsetNorm(nnx.RMSNorm):

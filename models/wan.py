@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
-from models.layers import MLP, AttentionFn, NormOverHeads, biased, projected
+from models.layers import MLP, AttentionFn, NormOverHeads, biased, projected, run_blocks
 from models.linear import linear
 from models.modulation import TIME_SCALE, add_gated, layer_norm, modulate, sinusoids
 from models.periods import ATTENTION
@@ -180,13 +179,7 @@ class Wan(nnx.Module):
             text=biased(self.text_out(text), self.text_out_bias),
             image=None if self.image is None or image is None else self.image(image),
         )
-        graph, weights = nnx.split(self.blocks)
-
-        def run_block(weights: Any, x: Array, conditions: Conditions) -> Array:
-            return nnx.merge(graph, weights)(x, conditions)
-
-        layer = self.hooks.wrap_layer(run_block)
-        x, _ = lax.scan(lambda x, weights: (layer(weights, x, conditions), None), x, weights)
+        x = run_blocks(self.blocks, self.hooks, x, conditions)
         table = self.modulation_table[...][None, None]
         shift, scale = _of_tokens(table + time[:, :, None], time_index)
         return modulate(x, shift, scale, self.epsilon)
