@@ -29,6 +29,12 @@ WHOLE = (
     *("freq_dim", "ffn_dim", "num_layers"),
 )
 """Keys whose values are whole numbers from 1 on."""
+SAME: Mapping[str, str] = {
+    **{"num_attention_heads": "heads", "out_channels": "channels", "text_dim": "text_dim"},
+    **{"freq_dim": "time_channels", "ffn_dim": "mlp_width", "num_layers": "layers"},
+    **{"cross_attn_norm": "text_norm", "image_dim": "image_dim"},
+}
+"""Keys whose values are fields of `WanConfig`."""
 MOST = 1 << 20
 """No size of a model is so large."""
 
@@ -122,17 +128,10 @@ def model_of(values: Mapping[str, Any], name: str) -> WanConfig:
             "Such models are not supported."
         )
     return WanConfig(
-        channels=channels,
+        **{name: found[key] for key, name in SAME.items()},
         patch=(patch[0], patch[1], patch[2]),
         width=width,
-        layers=found["num_layers"],
-        heads=found["num_attention_heads"],
-        mlp_width=found["ffn_dim"],
-        text_dim=found["text_dim"],
-        time_channels=found["freq_dim"],
         first_frame="none" if inputs == channels else "channels",
-        image_dim=found["image_dim"],
-        text_norm=found["cross_attn_norm"],
         norm_eps=float(epsilon),
         dtype="bfloat16",
     )
@@ -143,17 +142,10 @@ def to_values(model: WanConfig) -> dict[str, Any]:
     return {
         "_class_name": CLASS,
         **DEFAULTS,
+        **{key: getattr(model, name) for key, name in SAME.items()},
         "patch_size": list(model.patch),
-        "num_attention_heads": model.heads,
         "attention_head_dim": model.head_dim,
         "in_channels": model.channels + model.given_channels,
-        "out_channels": model.channels,
-        "text_dim": model.text_dim,
-        "freq_dim": model.time_channels,
-        "ffn_dim": model.mlp_width,
-        "num_layers": model.layers,
-        "cross_attn_norm": model.text_norm,
         "eps": model.norm_eps,
-        "image_dim": model.image_dim,
         "added_kv_proj_dim": None if model.image_dim is None else model.width,
     }
