@@ -159,22 +159,6 @@ def test_dit_begins_with_an_output_of_0_and_blocks_that_change_nothing():
     np.testing.assert_allclose(hidden, expected, atol=1e-5)
 
 
-def test_dit_output_depends_on_all_its_inputs():
-    inputs = make_inputs()
-    before = predict(*inputs)
-    moved = jnp.eye(3, dtype=jnp.int32)
-    changes = [
-        (0, inputs[0].at[:, 0].add(1.0)),
-        *((1, inputs[1] + step) for step in moved[:, None, None, :]),
-        (2, inputs[2] + 0.01),
-        (3, inputs[3] - 1),
-    ]
-    for index, value in changes:
-        changed = (*inputs[:index], value, *inputs[index + 1 :])
-        difference = jnp.abs(predict(*changed) - before)
-        assert (difference.max(axis=(1, 2)) > 1e-3).all()
-
-
 def test_dit_sees_its_own_segment_only():
     patches, positions, *row = make_inputs()
     segment_ids = jnp.tile(jnp.arange(SEQ_LEN, dtype=jnp.int32) // 11, (BATCH, 1))

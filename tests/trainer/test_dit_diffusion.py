@@ -91,14 +91,6 @@ def test_clipped_times_leave_a_little_noise_and_a_little_signal():
         np.testing.assert_allclose(noised(kind, zeros, ones, time)[0][0], 1 / 127, rtol=0.01)
 
 
-@pytest.mark.parametrize(("kind", "sampler"), PAIRS)
-def test_samples_of_gaussian_data_have_its_mean_and_deviation(kind, sampler):
-    found = samples(kind, sampler, make_noise(4000, 2), 100)
-    # The data's own error at 8000 samples: 0.4 / 89 of the mean, 0.4 / 126 of the deviation.
-    assert abs(found.mean() - MEAN) < 0.015
-    assert abs(found.std() - STD) < 0.015
-
-
 @pytest.mark.parametrize(("sampler", "order"), [("euler", 1), ("heun", 2)])
 def test_errors_of_samplers_of_flow_fall_with_their_order(sampler, order):
     errors = [worst_error("flow", sampler, steps) for steps in (8, 16, 32)]

@@ -155,45 +155,25 @@ def test_digits_need_their_size_and_channels(changes):
         MovingDigits(config)
 
 
-def no_index(folder):
-    (folder / "encoded.json").unlink()
-
-
-def other_channels(folder):
-    (folder / "encoded.json").write_text('{"channels": 16, "text_dim": 6}')
-
-
-def other_text(folder):
-    (folder / "encoded.json").write_text('{"channels": 2, "text_dim": 4096}')
-
-
-def wrong_line(folder):
-    (folder / "clips-0.jsonl").write_text("{'file': 1}\n")
-
-
-def long_caption(folder):
-    write_clip(folder, "long.safetensors", SIZE, tokens=9)
-
-
-def other_size(folder):
-    write_clip(folder, "other.safetensors", (5, 8, 8))
-
-
 def one_clip(folder):
     for path in folder.glob("clips-*.jsonl"):
         path.unlink()
     write_clip(folder, "one.safetensors", SIZE)
 
 
+def about(text):
+    return lambda folder: (folder / "encoded.json").write_text(text)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (no_index, "trainer.dit.encode"),
-        (other_channels, "model.channels=2"),
-        (other_text, "model.text_dim=6"),
-        (wrong_line, "Line 1 of"),
-        (long_caption, "--model.text-tokens 9"),
-        (other_size, "1 of 5x8x8"),
+        (lambda folder: (folder / "encoded.json").unlink(), "trainer.dit.encode"),
+        (about('{"channels": 16, "text_dim": 6}'), "model.channels=2"),
+        (about('{"channels": 2, "text_dim": 4096}'), "model.text_dim=6"),
+        (lambda folder: (folder / "clips-0.jsonl").write_text("{'file': 1}\n"), "Line 1 of"),
+        (partial(write_clip, name="x", size=SIZE, tokens=9), "--model.text-tokens 9"),
+        (partial(write_clip, name="x", size=(5, 8, 8)), "1 of 5x8x8"),
         (one_clip, "at least 2 videos"),
     ],
 )
@@ -203,36 +183,20 @@ def test_wrong_folder_is_refused(folder, damage, words):
         opened(configured(folder))
 
 
-def missing(path):
-    path.unlink()
-
-
-def half(path):
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def without_image(path):
-    save_file({"latent": np.zeros((*SIZE, 2)), "text": np.zeros((2, 6))}, path)
-
-
-def infinite(path):
-    latent = np.full((*SIZE, 2), np.inf)
-    save_file({"latent": latent, "text": np.zeros((2, 6)), "given": latent}, path)
-
-
-def another(path):
-    latent = np.zeros((1, 8, 8, 2))
-    save_file({"latent": latent, "text": np.zeros((2, 6)), "given": latent}, path)
+def tensors(value=0.0, size=SIZE, names=("latent", "given")):
+    latent = np.full((*size, 2), value)
+    arrays = dict.fromkeys(names, latent) | {"text": np.zeros((2, 6))}
+    return lambda path: save_file(arrays, path)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (missing, "whole safetensors file"),
-        (half, "whole safetensors file"),
-        (without_image, "no given"),
-        (infinite, "finite"),
-        (another, "a latent of 2x8x8"),
+        (lambda path: path.unlink(), "whole safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-10]), "whole safetensors file"),
+        (tensors(names=("latent",)), "no given"),
+        (tensors(value=np.inf), "finite"),
+        (tensors(size=(1, 8, 8)), "a latent of 2x8x8"),
     ],
 )
 def test_wrong_file_is_named_when_it_is_read(tmp_path, damage, words):
@@ -251,43 +215,28 @@ def test_unknown_words_are_named():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("make", "settings", "words"),
     [
-        (dict(sizes=("8x8",), path=Path()), "FRAMESxHEIGHTxWIDTH"),
-        (dict(sizes=("2x8x8",)), "--data.path"),
-        (dict(validation_fraction=1.0), "validation_fraction"),
+        (ClipConfig, dict(sizes=("8x8",), path=Path()), "FRAMESxHEIGHTxWIDTH"),
+        (ClipConfig, dict(sizes=("2x8x8",)), "--data.path"),
+        (ClipConfig, dict(validation_fraction=1.0), "validation_fraction"),
+        (FlowConfig, dict(dropout=1.0), "dropout=1.0"),
+        (FlowConfig, dict(shift=0.0), "shift=0.0"),
+        (FlowConfig, dict(range=(0.5, 0.5)), "range=0.5 0.5"),
+        (FlowConfig, dict(range=(0.5, 1.5)), "range=0.5 1.5"),
+        (make_wan_config, dict(model=dict(image_dim=4)), "model.first_frame='channels'"),
+        (make_wan_config, dict(model=dict(heads=5)), "model.heads"),
+        (make_wan_config, dict(size=(2, 8, 7)), "model.patch"),
+        *[
+            (make_wan_config, dict(data=ClipConfig(path=Path(), sizes=(size,))), words)
+            for size, words in (
+                ("9x9x8", "model.patch"),
+                ("9x8x8", "largest"),
+                ("2x8x8", "each size once"),
+            )
+        ],
     ],
 )
-def test_settings_of_data_are_checked(settings, words):
+def test_settings_are_checked(make, settings, words):
     with refused(InputError, words):
-        ClipConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (dict(dropout=1.0), "dropout=1.0"),
-        (dict(shift=0.0), "shift=0.0"),
-        (dict(range=(0.5, 0.5)), "range=0.5 0.5"),
-        (dict(range=(0.5, 1.5)), "range=0.5 1.5"),
-    ],
-)
-def test_times_are_checked(settings, words):
-    with refused(InputError, words):
-        FlowConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "words"),
-    [
-        (dict(image_dim=4), {}, "model.first_frame='channels'"),
-        (dict(heads=5), {}, "model.heads"),
-        ({}, dict(size=(2, 8, 7)), "model.patch"),
-        ({}, dict(data=ClipConfig(path=Path(), sizes=("9x9x8",))), "model.patch"),
-        ({}, dict(data=ClipConfig(path=Path(), sizes=("9x8x8",))), "largest"),
-        ({}, dict(data=ClipConfig(path=Path(), sizes=("2x8x8",))), "each size once"),
-    ],
-)
-def test_settings_are_checked(model, changes, words):
-    with refused(InputError, words):
-        make_wan_config(model, **changes)
+        make(**settings)

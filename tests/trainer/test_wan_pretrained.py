@@ -223,31 +223,24 @@ def test_models_that_are_not_supported_are_refused(values, error, words):
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "flags", "words"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "init_from"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "init_from"),
-        (lambda folder: (folder / TENSORS).unlink(), TENSORS),
-        (lambda folder: (folder / TENSORS).write_bytes(b"1"), "whole safetensors file"),
-        (lambda folder: save_file({"x": np.zeros(2)}, folder / TENSORS), "not in the files"),
+        (lambda folder: (folder / "config.json").unlink(), {}, "init_from"),
+        (lambda folder: (folder / "config.json").write_text("{}"), {}, "init_from"),
+        (lambda folder: (folder / TENSORS).unlink(), {}, TENSORS),
+        (lambda folder: (folder / TENSORS).write_bytes(b"1"), {}, "whole safetensors file"),
+        (lambda folder: save_file({"x": np.zeros(2)}, folder / TENSORS), {}, "not in the files"),
+        (lambda folder: None, {"text_norm": False}, "model.text_norm=False"),
     ],
 )
-def test_damaged_folder_is_refused(damage, words, tmp_path):
+def test_folder_that_is_not_that_of_the_model_is_refused(damage, flags, words, tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(REFERENCES / "t2v", folder)
     config = make_config(folder, tmp_path / "run")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **flags))
     damage(folder)
     shapes = make_program(config, st.Degrees()).state_shapes.base
     with refused(InputError, words), open_wan(config, shapes):
-        pass
-
-
-def test_flags_that_make_another_model_are_refused(tmp_path):
-    config = make_config(REFERENCES / "t2v", tmp_path / "run")
-    model = dataclasses.replace(config.model, text_norm=False)
-    config = dataclasses.replace(config, model=model)
-    shapes = make_program(config, st.Degrees()).state_shapes.base
-    with refused(InputError, "model.text_norm=False"), open_wan(config, shapes):
         pass
 
 
