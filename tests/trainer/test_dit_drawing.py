@@ -74,18 +74,11 @@ def expected_noise(config, count, seed=SEED):
     return unpatchify(noise, config.size, config.model.patch)
 
 
-@pytest.fixture(scope="module")
-def images():
-    """A function that draws on one device."""
+@functools.cache
+def on_one_device(steps):
+    """A function that draws; one step goes from noise to noise - prediction."""
     program = make_program()
-    return functools.partial(draw, make_drawing(program), make_weights(program))
-
-
-@pytest.fixture(scope="module")
-def one_step():
-    """A function that draws with the one step from noise to noise - prediction."""
-    program = make_program()
-    return functools.partial(draw, make_drawing(program, steps=1), make_weights(program))
+    return functools.partial(draw, make_drawing(program, steps=steps), make_weights(program))
 
 
 STARTRAIL = st.Degrees.startrail(8, c=2, head=2)
@@ -99,17 +92,18 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "changes", "rows"), SETTINGS.values(), ids=SETTINGS.keys())
-def test_images_do_not_depend_on_the_mesh_or_how_many_at_a_time(degrees, changes, rows, images):
+def test_images_do_not_depend_on_the_mesh_or_how_many_at_a_time(degrees, changes, rows):
     rows = -(-rows // degrees.data) * degrees.data
     program = make_program(degrees, dataclasses.replace(CONFIG, batch_size=rows, **changes))
     drawn = draw(make_drawing(program), make_weights(program))
     assert drawn.shape == (len(LABELS), *CONFIG.size, CONFIG.model.channels)
-    expected = images()
+    expected = on_one_device(2)()
     np.testing.assert_allclose(drawn, expected, atol=1e-5 * abs(expected).max())
 
 
 @pytest.mark.slow
-def test_images_depend_on_label_place_and_seed(images):
+def test_images_depend_on_label_place_and_seed():
+    images = on_one_device(2)
     first = images()
     np.testing.assert_array_equal(images(), first)
     # The same label, at another place.
@@ -126,7 +120,7 @@ def differ(one, other):
 
 
 @pytest.mark.slow
-def test_with_guidance_1_a_step_follows_the_prediction_of_the_model(one_step):
+def test_with_guidance_1_a_step_follows_the_prediction_of_the_model():
     noise = expected_noise(CONFIG, len(LABELS))
     program = make_program()
     assert isinstance(program.objective, Denoising)
@@ -138,13 +132,14 @@ def test_with_guidance_1_a_step_follows_the_prediction_of_the_model(one_step):
     )
     velocity = np.asarray(jax.jit(program.outputs)(make_weights(program), shown))
     velocity = unpatchify(velocity, CONFIG.size, CONFIG.model.patch)
-    drawn = one_step()
+    drawn = on_one_device(1)()
     assert all(differ(*pair) for pair in zip(drawn, noise, strict=True))
     np.testing.assert_allclose(drawn, noise - velocity, atol=1e-5 * abs(drawn).max())
 
 
 @pytest.mark.slow
-def test_guidance_goes_on_from_the_unconditional_prediction(one_step):
+def test_guidance_goes_on_from_the_unconditional_prediction():
+    one_step = on_one_device(1)
     program = make_program(STARTRAIL)
     drawn = draw(make_drawing(program, steps=1, guidance=1.7), make_weights(program))
     conditional = one_step()
@@ -176,28 +171,14 @@ def test_a_model_that_predicts_0_leaves_the_noise(target, sampler):
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
-        (CONFIG, {"sampler": "ddim"}, ["sampler='ddim'"]),
         (with_target(CONFIG, "v"), {"sampler": "euler"}, ["sampler='euler'"]),
         (CONFIG, {"steps": 0}, ["steps=0"]),
         (CONFIG, {"guidance": math.nan}, ["0 and"]),
-        (CONFIG, {"guidance": -1.0}, ["0 and"]),
     ],
 )
 def test_what_the_model_has_not_learnt_is_refused_at_once(config, changes, words):
     with refused(InputError, *words):
         make_drawing(make_program(config=config), **changes)
-
-
-@pytest.mark.parametrize(
-    ("wishes", "named"),
-    [
-        ({"seed": 2**32}, "seed=4294967296"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-)
-def test_wishes_that_the_model_cannot_take_are_refused(wishes, named):
-    with refused(InputError, named):
-        draw(make_drawing(make_program()), None, **wishes)
 
 
 def test_pixels_are_rounded_and_clipped_and_frames_of_a_video_lie_side_by_side():
