@@ -130,6 +130,7 @@ def test_classes_are_drawn_by_label(asked, labels):
         ("--sampler ddim", "sampler='ddim'"),
         ("--guidance -1", "guidance must be at least 0 and finite; got guidance=-1.0"),
         ("--seed -1", "seed must be at least 0"),
+        ("--seed 4294967296", "seed=4294967296"),
         ("--out no/such/folder/a.png", "--out must lie in a folder that exists"),
         ("--out a.jpg", "--out must end in .png or .npz for images; got 'a.jpg'"),
         ("--devices 65", "devices must be at most the number of devices; got devices=65"),
