@@ -155,29 +155,20 @@ def test_latents_are_drawn_for_files_and_for_what_is_held_out(clips, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("run", "flags", "words"),
     [
-        ("--size 1x1x1", "Choose from 2x8x8, 1x8x6"),
-        ("--prompt cat", "--decode FOLDER"),
-        ("--out a.png", "--out must end in .npz for latents"),
-        ("--prompt-embeddings absent.safetensors", "absent.safetensors"),
-        ("--guidance -1", "guidance must be at least 0"),
+        ("clips", ["--size", "1x1x1"], "Choose from 2x8x8, 1x8x6"),
+        ("clips", ["--prompt", "cat"], "--decode FOLDER"),
+        ("clips", ["--out", "a.png"], "--out must end in .npz for latents"),
+        ("clips", ["--prompt-embeddings", "absent.safetensors"], "absent.safetensors"),
+        ("clips", ["--guidance", "-1"], "guidance must be at least 0"),
+        ("digits", ["--prompt", "seven fast"], "got 'fast'"),
+        ("digits", ["--prompt-embeddings", "a"], "--prompt 'seven left'"),
+        ("digits", ["--decode", "."], "moving digits, whose videos are pixels"),
     ],
 )
-def test_wishes_that_a_run_on_videos_cannot_serve(clips, flags, words):
-    assert words in message_of_sample(clips, *QUICK, *flags.split())
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--prompt", "seven fast"], "got 'fast'"),
-        (["--prompt-embeddings", "a"], "--prompt 'seven left'"),
-        (["--decode", "."], "moving digits, whose videos are pixels"),
-    ],
-)
-def test_wishes_that_a_run_on_digits_cannot_serve(digits, flags, words):
-    assert words in message_of_sample(digits, *QUICK, *flags)
+def test_wishes_that_a_run_cannot_serve(run, flags, words, request):
+    assert words in message_of_sample(request.getfixturevalue(run), *QUICK, *flags)
 
 
 @pytest.mark.parametrize(

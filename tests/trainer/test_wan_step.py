@@ -14,7 +14,7 @@ from programs import make_program as program_of
 from programs import make_wan_config, train_steps
 from startrail_jax.planner.models import IMAGE_TOKENS
 from trainer.config import LoraConfig
-from trainer.data.batches import NO_EXAMPLE, place
+from trainer.data.batches import place
 from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.config import ClipConfig, FlowConfig
 
@@ -157,15 +157,6 @@ def test_captions_are_dropped_in_training_alone():
     assert 16 < dropped.sum() < 48
     _, found = prepared(CONFIG, training=False, **changes)
     np.testing.assert_array_equal(found.rows.arrays.text, made.rows.arrays.text)
-
-
-def test_rows_that_fill_up_a_batch_are_not_counted():
-    program = make_program(st.Degrees())
-    made = batch(program, 0)
-    numbers = np.array(made.numbers)
-    numbers[2] = NO_EXAMPLE
-    found = program.objective.prepare(made._replace(numbers=numbers), training=False)
-    assert np.asarray(found.weights).any(axis=1).tolist() == [True, True, False, True]
 
 
 def test_flops_are_those_of_the_matrix_products():
