@@ -167,6 +167,15 @@ def compile_well():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture(scope="module")
+def shared():
+    """All runs of a module of tests share what they trace and compile."""
+    from programs import shared_programs
+
+    with shared_programs():
+        yield
+
+
 @pytest.fixture
 def unchecked():
     """Without the type checker, as users run: shows the error that they get for a wrong type."""

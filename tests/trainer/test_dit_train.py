@@ -8,11 +8,13 @@ import tyro
 
 import train
 from configs.dit import dit_1b, dit_digits
-from programs import interrupt_after, shared_programs
+from programs import interrupt_after
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.dit.config import DiTTrainConfig
 from trainer.run.settings import save_config
+
+pytestmark = pytest.mark.usefixtures("shared")
 
 TINY = (
     "--model.width 16 --model.layers 2 --model.heads 8 --model.mlp-width 32 --batch-size 4 "
@@ -23,12 +25,6 @@ TINY = (
 def run(folder, flags="", *, steps):
     flags = f"{TINY} --steps {steps} --run-dir {folder} {flags}"
     return train.train(tyro.cli(DiTTrainConfig, default=dit_digits(), args=flags.split()))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def shared():
-    with shared_programs():
-        yield
 
 
 @pytest.mark.slow

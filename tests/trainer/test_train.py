@@ -13,12 +13,14 @@ import tyro
 import train
 from configs.dit import dit_digits
 from configs.gpt import RECIPES, gpt_tiny
-from programs import interrupt_after, logged_steps, run_python, shared_programs
+from programs import interrupt_after, logged_steps, run_python
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig, RopeConfig
 from trainer.run.folder import current_versions
+
+pytestmark = pytest.mark.usefixtures("shared")
 
 TINY = (
     "--model.width 24 --model.layers 2 --model.heads 8 --model.kv-heads 2 --model.head-dim 4 "
@@ -36,12 +38,6 @@ def parse(flags):
 
 def run(folder, flags="", *, steps):
     return train.train(parse(f"{TINY} --steps {steps} --run-dir {folder} {flags}"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def shared():
-    with shared_programs():
-        yield
 
 
 @pytest.mark.slow

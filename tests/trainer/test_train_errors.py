@@ -29,6 +29,8 @@ from trainer.run import metrics
 from trainer.run.exit import exit_on_user_errors
 from trainer.run.folder import open_run
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 SEQ_LEN = 32
 STEPS = 8
 
@@ -91,12 +93,6 @@ def first_tokens(batch_number, num_tokens):
         batch = next(batches)
     batches.close()
     return batch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def shared():
-    with shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import sample
 import startrail_jax as st
 import train
 from configs.wan import dit_video
-from programs import interrupt_after, make_program, shared_programs
+from programs import interrupt_after, make_program
 from refusals import message_of_sample, refused, usage_error
 from startrail_jax.errors import InputError
 from trainer.checkpoints.checkpoint import Checkpoints
@@ -21,14 +21,10 @@ from trainer.dit.diffusion import draw_times, shifted
 from trainer.dit.flow_steps import euler, unipc
 from trainer.run.settings import save_config
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 RUN = dict(batch_size=2, validation_sequences=2, log_every=1, tensorboard=False, devices=8)
 SMALL = dataclasses.replace(dit_video().model, width=16, layers=1, heads=2, mlp_width=16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def shared():
-    with shared_programs():
-        yield
 
 
 def config_of(folder, run_dir, model=None, steps=8, **changes):
