@@ -221,20 +221,6 @@ def test_order_is_that_of_earlier_versions():
     ]
 
 
-@pytest.mark.parametrize("batches_given", [0, 1, 9])
-def test_position_is_kept_as_json(batches_given):
-    sequences = counted(11)
-    whole = firsts(training(sequences), batches_given + 6)
-    before = training(sequences)
-    firsts(before, batches_given)
-    state = json.loads(json.dumps(before.get_state()))
-    assert state == {"batches": batches_given, "windows": 11, "batch_size": 5, "seed": 0}
-    after = training(sequences)
-    next(after)
-    after.set_state(state)
-    assert firsts(after, 6) == whole[batches_given:]
-
-
 @pytest.mark.parametrize(
     ("before", "now", "windows", "words"),
     [
@@ -263,10 +249,15 @@ def test_position_in_another_order_raises_unless_a_new_one_is_asked_for(
 @pytest.mark.parametrize("content", [{}, {"digest": "ab"}, {"digest": "ab", "tokens": "12"}])
 def test_position_in_the_same_order_goes_on(content, new_order):
     """Checkpoints of earlier versions tell neither content nor tokens."""
-    state = {**training(counted(11), **content).get_state(), "batches": 2}
-    assert state.get("content") == content.get("digest")
+    before = training(counted(11), **content)
+    firsts(before, 2)
+    state = before.get_state()
+    assert state.pop("content", None) == content.get("digest")
+    assert state.pop("tokens", None) == content.get("tokens")
+    assert state == {"batches": 2, "windows": 11, "batch_size": 5, "seed": 0}
     after = training(counted(11), digest="ab", tokens="12")
-    after.set_state(state, new_order=new_order)
+    next(after)
+    after.set_state(before.get_state(), new_order=new_order)
     assert firsts(after, 1) == firsts(training(counted(11)), 3)[2:]
     assert after.get_state()["content"] == "ab"
 
