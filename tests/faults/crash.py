@@ -39,7 +39,6 @@ import runpy
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ import numpy as np
 
 from tests.faults import power
 from tests.faults.failures import TRAIN, Processes, began_after, last_reported
-from tests.faults.run_folders import CheckFailed, newest_whole, unfinished
+from tests.faults.run_folders import CheckFailed, exit_status, newest_whole, unfinished
 
 EVERY = 3
 """Number of steps between checkpoints: so few that training is nearly always saving one."""
@@ -86,18 +85,6 @@ class Kill:
     """The folders of unfinished checkpoints after the kill."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            crash(args.kills, seed=args.seed, folder=Path(folder), moments=args.moments,
-                  flags=args.flags)  # fmt: skip
-        except CheckFailed as failure:
-            print(f"FAILED: {failure}", file=sys.stderr)
-            return 1
-    return 0
-
-
 def crash(
     num_kills: int,
     *,
@@ -131,7 +118,7 @@ def crash(
     undisturbed, run_dir = folder / "undisturbed", folder / "killed"
     started = time.perf_counter()
     with Processes(1, [*flags, "--run-dir", str(undisturbed)], folder=folder) as process:
-        end(process, 0)
+        process.end(seconds=HANGS_AFTER_SECONDS)
     seconds = time.perf_counter() - started
     expected = losses(undisturbed)
     check_steps(expected, steps)
@@ -159,7 +146,7 @@ def crash(
             if moment != "call":
                 time.sleep(random.uniform(0, SECONDS_AFTER[moment]))
                 process.signal(0, signal.SIGKILL)
-            end(process, -signal.SIGKILL)
+            process.end(-signal.SIGKILL, seconds=HANGS_AFTER_SECONDS)
             began = began_after(process.output(0))
         if moment == "power":
             lose_power(run_dir, flushed, random)
@@ -176,7 +163,7 @@ def crash(
         print(f"{number + 1:>3}  {describe(kill)}", flush=True)
 
     with Processes(1, flags, folder=folder) as process:
-        end(process, 0)
+        process.end(seconds=HANGS_AFTER_SECONDS)
         began = began_after(process.output(0))
     check_beginning(began, kills)
     print(f"     from step {began} to the end", flush=True)
@@ -194,15 +181,6 @@ def crash(
         f"newest whole one every time, and all {steps} losses are those of the undisturbed run"
     )
     return kills
-
-
-def end(process: Processes, status: int) -> None:
-    """Waits for the end of the program, which must have this status."""
-    (found,) = process.wait(seconds=HANGS_AFTER_SECONDS)
-    if found != status:
-        raise CheckFailed(
-            f"The program must end with status {status}; got {found}.\n{process.outputs()}"
-        )
 
 
 def run() -> None:
@@ -303,8 +281,7 @@ def describe(kill: Kill) -> str:
     )
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line of the benchmark; see --help."""
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -312,7 +289,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="when")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --: flags of train.py")
-    return parser.parse_args(argv)
+    args = vars(parser.parse_args())
+    return exit_status(lambda folder: crash(args.pop("kills"), folder=folder, **args))
 
 
 if __name__ == "__main__":

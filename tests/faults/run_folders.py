@@ -1,8 +1,10 @@
-"""What crash.py and failures.py share: the environment of train.py, and the folder of its run."""
+"""What crash.py and failures.py share: how a check ends them, and the folder of a run."""
 
 from __future__ import annotations
 
-import os
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -12,19 +14,15 @@ class CheckFailed(Exception):
     """Something that a benchmark checks does not hold."""
 
 
-def environment(compiled: Path) -> dict[str, str]:
-    """The environment of a training process on simulated devices.
-
-    Args:
-        compiled: folder for compiled programs. The first process fills it, which makes the start of
-            all others a few times faster.
-    """
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
+def exit_status(benchmark: Callable[[Path], object]) -> int:
+    """Runs a benchmark in a folder of its own: 1 if something that it checks does not hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            benchmark(Path(folder))
+        except CheckFailed as failure:
+            print(f"FAILED: {failure}", file=sys.stderr)
+            return 1
+    return 0
 
 
 def newest_whole(run_dir: Path) -> int:
