@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import types
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
 from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
 from trainer.parallel import step_sizes
-from trainer.parallel.state import batch_shapes, describe_memory
+from trainer.parallel.state import batch_shapes, bytes_of_device, describe_memory
 from trainer.tasks import TASKS
 
 GIB = 2**30
@@ -60,26 +59,10 @@ def footprint(config, degrees):
     return step_sizes.footprint(config, TASKS[config.kind].make_objective(config), degrees)
 
 
-def num_parameters(recipe):
-    """Parameters of a recipe's model: the elements that a single device holds."""
-    config = RECIPES[recipe]()
-    sizes = step_sizes.step_sizes(config, TASKS[config.kind].make_objective(config), st.Degrees())
-    assert sizes.whole_elements == sizes.shard_elements
-    return sizes.whole_elements
-
-
 def case(name, **changes):
     zero, zero_axes, degrees, sizes = CASES[name]
     config = make_config(sizes, zero=zero, zero_axes=zero_axes, **changes)
     return config, degrees, make_program(config, degrees)
-
-
-def size_on_a_device(shapes):
-    """Bytes of one device."""
-    return sum(
-        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-        for x in jax.tree.leaves(shapes)
-    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,9 +70,9 @@ def size_on_a_device(shapes):
 def test_state_and_batch_are_exact(name):
     config, degrees, program = case(name)
     formula = footprint(config, degrees)
-    assert size_on_a_device(program.state_shapes.weights) == formula["weights"]
-    assert size_on_a_device(program.state_shapes.optimizer) == formula["optimizer"]
-    assert size_on_a_device(program.batch_shapes) == formula["batch"]
+    assert bytes_of_device(program.state_shapes.weights) == formula["weights"]
+    assert bytes_of_device(program.state_shapes.optimizer) == formula["optimizer"]
+    assert bytes_of_device(program.batch_shapes) == formula["batch"]
 
 
 @pytest.mark.slow_except_every(3)
@@ -101,9 +84,9 @@ def test_state_and_batch_of_a_dit_are_exact(zero, degrees):
     config = make_dit_config(model, size=(3, 6, 10), ema_decay=0.9, zero=zero)
     program = make_program(config, degrees)
     formula = footprint(config, degrees)
-    assert size_on_a_device(program.state_shapes) == formula.state_bytes
-    assert size_on_a_device(program.state_shapes.average) == formula["average"]
-    assert size_on_a_device(program.batch_shapes) == formula["batch"]
+    assert bytes_of_device(program.state_shapes) == formula.state_bytes
+    assert bytes_of_device(program.state_shapes.average) == formula["average"]
+    assert bytes_of_device(program.batch_shapes) == formula["batch"]
 
 
 @pytest.mark.slow
@@ -149,7 +132,9 @@ def test_gradients_of_the_compiled_step_are_exact(name):
 )
 def test_parameters_of_the_recipes(recipe, expected):
     """Llama 2 7B, Llama 3 8B, Qwen3 8B and Wan 2.1 have the same numbers."""
-    assert num_parameters(recipe) == expected
+    config = RECIPES[recipe]()
+    sizes = step_sizes.step_sizes(config, TASKS[config.kind].make_objective(config), st.Degrees())
+    assert sizes.whole_elements == sizes.shard_elements == expected
 
 
 @pytest.mark.slow
