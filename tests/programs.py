@@ -1,7 +1,6 @@
 """Small training programs, lowered from shapes alone, to be read; runs that share programs; and how
 a run is interrupted."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 import startrail_jax as st
 from models.hooks import Hooks
 from startrail_jax.devices.degrees import ROLES
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.config import OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
@@ -27,6 +27,7 @@ from trainer.parallel.checks import check_step, make_attention, make_partition
 from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program
 from trainer.run import metrics
+from trainer.run.settings import save_config
 from trainer.session import Session
 from trainer.tasks import TASKS
 
@@ -89,6 +90,16 @@ def saved_steps(run_dir):
     return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
 
 
+def save_run(config, states):
+    """The folder of a run that has saved these states, given by their steps."""
+    config.run_dir.mkdir(exist_ok=True)
+    with Checkpoints(config.run_dir / "checkpoints", keep=3) as checkpoints:
+        for step, state in states.items():
+            checkpoints.save(step, state, {})
+    save_config(config, config.run_dir / "config.json")
+    return config.run_dir
+
+
 def records_of(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -97,43 +108,26 @@ def logged_steps(run_dir):
     return [x["step"] for x in records_of(run_dir) if "train_loss" in x]
 
 
+COMMON = dict(steps=10, batch_size=4, run_dir=Path("unused"))
+
+
 def make_config(model=None, **changes):
     sizes = dict(vocab_size=96, width=64, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=80)
-    config = GPTTrainConfig(
-        model=GPTConfig(**sizes | (model or {})),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-        steps=10,
-        batch_size=4,
-        seq_len=128,
-        run_dir=Path("unused"),
-    )
-    return dataclasses.replace(config, **changes)
+    settings = COMMON | dict(optimizer=OptimizerConfig(learning_rate=1e-3), seq_len=128)
+    return GPTTrainConfig(model=GPTConfig(**sizes | (model or {})), **settings | changes)
+
+
+OF_VIDEOS = COMMON | dict(optimizer=OptimizerConfig(learning_rate=1e-2), size=(2, 8, 8))
 
 
 def make_dit_config(model=None, **changes):
     sizes = dict(channels=2, classes=3, width=32, layers=2, heads=8, mlp_width=48)
-    config = DiTTrainConfig(
-        model=DiTConfig(**sizes | (model or {})),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
-        steps=10,
-        batch_size=4,
-        size=(2, 8, 8),
-        run_dir=Path("unused"),
-    )
-    return dataclasses.replace(config, **changes)
+    return DiTTrainConfig(model=DiTConfig(**sizes | (model or {})), **OF_VIDEOS | changes)
 
 
 def make_wan_config(model=None, **changes):
     sizes = dict(channels=2, width=48, layers=2, heads=8, mlp_width=48, text_dim=6, text_tokens=3)
-    config = WanTrainConfig(
-        model=WanConfig(**sizes | (model or {})),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
-        steps=10,
-        batch_size=4,
-        size=(2, 8, 8),
-        run_dir=Path("unused"),
-    )
-    return dataclasses.replace(config, **changes)
+    return WanTrainConfig(model=WanConfig(**sizes | (model or {})), **OF_VIDEOS | changes)
 
 
 def make_program(config, degrees, devices=None):

@@ -11,36 +11,27 @@ from PIL import Image
 import sample
 import startrail_jax as st
 from configs.dit import dit_digits
+from programs import make_program, save_run
 from refusals import message_of_sample as message_of
 from refusals import usage_error
-from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.dit.config import DiffusionConfig, DiTConfig, ImageConfig, ImageOptions
-from trainer.dit.objective import Denoising
 from trainer.dit.sample import rows_of_grid, save_new
-from trainer.parallel.step import Program
-from trainer.run.settings import save_config
 
 QUICK = ("--steps", "2", "--samples", "3")
 MODEL = DiTConfig(channels=1, classes=3, width=8, layers=1, heads=1, mlp_width=8)
 
 
-def save_run(run_dir, **changes):
+def make_run(run_dir, **changes):
     """A run with a checkpoint whose averaged weights are not its weights."""
-    run_dir.mkdir(exist_ok=True)
-    changes = {"model": MODEL} | changes
-    config = replace(dit_digits(), devices=2, run_dir=run_dir, **changes)
-    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    state = Program(config, st.Attention(mesh, causal=False), Denoising(config)).initialise()
-    state = state._replace(average=jax.tree.map(lambda x: x + 0.02, state.weights))
-    with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(1, state, {})
-    save_config(config, run_dir / "config.json")
-    return run_dir
+    config = replace(dit_digits(), **{"model": MODEL, "devices": 2, "run_dir": run_dir} | changes)
+    state = make_program(config, st.Degrees()).initialise()
+    average = jax.tree.map(lambda x: x + 0.02, state.weights)
+    return save_run(config, {1: state._replace(average=average)})
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    return save_run(tmp_path_factory.mktemp("run"))
+    return make_run(tmp_path_factory.mktemp("run"))
 
 
 def pixels(path):
@@ -99,7 +90,7 @@ def test_folder_that_cannot_be_written_is_named_before_anything_is_drawn(run_dir
 @pytest.mark.slow
 def test_latents_come_as_numbers(tmp_path, capsys):
     """In the scale of the data, in a file that is named."""
-    run = save_run(tmp_path / "run", data=ImageConfig(path=tmp_path / "latents.npz"))
+    run = make_run(tmp_path / "run", data=ImageConfig(path=tmp_path / "latents.npz"))
     config = json.loads((run / "config.json").read_text())
     drawn = []
     for number, scale in ((1, 1.0), (2, 0.25)):
@@ -130,7 +121,7 @@ def test_classes_are_drawn_by_label(asked, labels):
         ("--sampler ddim", "sampler='ddim'"),
         ("--guidance -1", "guidance must be at least 0 and finite; got guidance=-1.0"),
         ("--seed -1", "seed must be at least 0"),
-        ("--seed 4294967296", "seed=4294967296"),
+        ("--seed 4294967296", "and below 2**32; got seed=4294967296"),
         ("--out no/such/folder/a.png", "--out must lie in a folder that exists"),
         ("--out a.jpg", "--out must end in .png or .npz for images; got 'a.jpg'"),
         ("--devices 65", "devices must be at most the number of devices; got devices=65"),
@@ -148,7 +139,7 @@ def test_wishes_that_cannot_be_served(run_dir, flags, message):
     ],
 )
 def test_guidance_needs_something_to_go_away_from(tmp_path, changes, words):
-    run = save_run(tmp_path / "run", **changes)
+    run = make_run(tmp_path / "run", **changes)
     assert words in message_of(run, *QUICK, "--guidance", "2")
 
 

@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
+from test_gpt_tokens import gpt2, train_tokenizer
 
 import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
-from programs import REPOSITORY, run_python, session_of_one, shapes_of
+from programs import REPOSITORY, run_python, save_run, session_of_one, shapes_of
 from refusals import message_of_sample as message_of
 from refusals import refused, usage_error
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint
-from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.reading import restore_weights
 from trainer.config import MeshConfig
 from trainer.data import files
@@ -64,23 +64,22 @@ def make_weights(step=0):
 
 
 def make_config(run_dir, **changes):
-    return dataclasses.replace(gpt_tiny(), model=MODEL, run_dir=run_dir, seq_len=16,
-                               sample_length=8, devices=2, **changes)  # fmt: skip
+    sizes = {"model": MODEL, "seq_len": 16, "sample_length": 8, "devices": 2}
+    return dataclasses.replace(gpt_tiny(), run_dir=run_dir, **sizes | changes)
 
 
-def save_run(run_dir, config=None, steps=(2,), **state):
-    run_dir.mkdir(exist_ok=True)
-    save_config(config or make_config(run_dir), run_dir / "config.json")
-    with Checkpoints(run_dir / "checkpoints", keep=3) as checkpoints:
-        for step in steps:
-            weights = {"weights": make_weights(step), "optimizer": {"count": jnp.int32(step)}}
-            checkpoints.save(step, weights | state, {})
-    return run_dir
+def make_run(run_dir, steps=(2,), *, average=None, **changes):
+    saved = {} if average is None else {"average": average}
+    states = {
+        step: {"weights": make_weights(step), "optimizer": {"count": jnp.int32(step)}} | saved
+        for step in steps
+    }
+    return save_run(make_config(run_dir, **changes), states)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    return save_run(tmp_path_factory.mktemp("runs") / "run")
+    return make_run(tmp_path_factory.mktemp("runs") / "run")
 
 
 def run(capsys, run_dir, *flags):
@@ -120,7 +119,7 @@ def test_program_continues_standard_input_while_the_run_goes_on(run_dir):
 def endless_run(tmp_path_factory):
     """Of a model that cannot draw the end of a document."""
     run_dir = tmp_path_factory.mktemp("runs") / "endless"
-    return save_run(run_dir, make_config(run_dir, data=DataConfig(end_of_document=256)))
+    return make_run(run_dir, data=DataConfig(end_of_document=256))
 
 
 PAGE = 4096  # The smallest pipe.
@@ -207,8 +206,7 @@ def test_text_does_not_depend_on_the_mesh(run_dir, capsys, tmp_path):
 @pytest.mark.slow
 def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsys):
     """Those of the run give way; those of the command line do not."""
-    config = dataclasses.replace(make_config(tmp_path), devices=3, mesh=MeshConfig(head=2))
-    save_run(tmp_path, config)
+    make_run(tmp_path, devices=3, mesh=MeshConfig(head=2))
     few = jax.devices()[:2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jax.devices", lambda: few)
@@ -225,8 +223,7 @@ def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsy
 @pytest.mark.slow
 def test_token_ids_are_continued_by_token_ids(tmp_path, capsys):
     np.arange(99, dtype=np.uint16).tofile(tmp_path / "data.bin")
-    data = DataConfig(path=tmp_path / "data.bin")
-    save_run(tmp_path, make_config(tmp_path, data=data))
+    make_run(tmp_path, data=DataConfig(path=tmp_path / "data.bin"))
     ids = run(capsys, tmp_path, "--prompt", "17 4\n 99 0 0 0 255 1").out.split()
     assert len(ids) == 4
     assert all(0 <= int(x) < 256 for x in ids)
@@ -239,12 +236,12 @@ def test_token_ids_are_continued_by_token_ids(tmp_path, capsys):
 @pytest.mark.slow
 def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
     average = jax.tree.map(lambda x: x + 1, make_weights(0))
-    folder = save_run(tmp_path, steps=(2, 4), average=average) / "checkpoints"
+    folder = make_run(tmp_path, steps=(2, 4), average=average) / "checkpoints"
     (folder / "5.orbax-checkpoint-tmp").mkdir()
     found, step = restore_weights(folder, shapes_of(make_weights()))
     assert step == 4
     chex.assert_trees_all_equal(found, average)
-    plain = save_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
+    plain = make_run(tmp_path / "plain", steps=(2, 4)) / "checkpoints"
     chex.assert_trees_all_equal(
         restore_weights(plain, shapes_of(make_weights()))[0], make_weights(4)
     )
@@ -252,11 +249,11 @@ def test_average_is_preferred_and_the_newest_checkpoint_is_read(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(tmp_path, monkeypatch):
-    folder, load = save_run(tmp_path) / "checkpoints", checkpoint.ocp.load
+    folder, load = make_run(tmp_path) / "checkpoints", checkpoint.ocp.load
 
     def load_late(path, *arguments):
         if path.endswith("/2"):
-            save_run(tmp_path, steps=(7,))
+            make_run(tmp_path, steps=(7,))
             raise FileNotFoundError(path)
         return load(path, *arguments)
 
@@ -280,18 +277,7 @@ def test_bytes_are_shown_when_a_character_is_whole():
 @pytest.fixture
 def byte_level(tmp_path):
     """A tokenizer as GPT-2's: its tokens are pieces of UTF-8."""
-    built = tokenizers.Tokenizer(tokenizers.models.BPE())
-    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=260,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    built.train_from_iterator(["the the then"], trainer)
-    built.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path / "tokenizer.json"
+    return train_tokenizer(gpt2, tmp_path / "tokenizer.json")
 
 
 def test_text_of_a_tokenizer_is_shown_when_it_is_certain(byte_level):
@@ -371,7 +357,7 @@ def final_sample(window=None, **options):
 @pytest.mark.slow
 def test_run_stops_where_its_pretrained_model_does(capsys, tmp_path):
     model, path = tmp_path / "model", tmp_path / "run"
-    save_run(path, make_config(path, init_from=model))
+    make_run(path, init_from=model)
     whole = run(capsys, path, "--prompt", "a").out
     kept = path / "pretrained"
     kept.mkdir()
@@ -514,11 +500,9 @@ def test_sample_without_a_prompt_begins_with_a_token_that_there_is(tmp_path, mon
 
 
 def test_token_of_a_prompt_beyond_the_vocabulary(run_dir, byte_level):
-    vocab = tokenizers.Tokenizer.from_file(str(byte_level)).get_vocab()
-    # The last to be merged: those before are single bytes.
-    beyond = max(vocab, key=lambda word: vocab[word])
-    message = message_of(run_dir, "--tokenizer", byte_level, "--prompt", beyond.replace("Ġ", " "))
-    assert "Token ids must be below model.vocab_size; got id 25" in message
+    # The last id of the file is that of the token which ends documents.
+    message = message_of(run_dir, "--tokenizer", byte_level, "--prompt", "<eos>")
+    assert "Token ids must be below model.vocab_size; got id 300" in message
     assert "in 'the prompt' with vocab_size=256" in message
 
 

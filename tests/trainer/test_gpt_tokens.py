@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from configs.gpt import gpt_tiny
 from refusals import refused
@@ -48,6 +48,7 @@ def gpt2():
     """As GPT-2's: a regular expression, then bytes."""
     built = tokenizers.Tokenizer(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
     return built, trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 
 

@@ -13,13 +13,11 @@ import sample
 import startrail_jax as st
 import train
 from configs.wan import dit_video
-from programs import interrupt_after, make_program
+from programs import interrupt_after, make_program, save_run
 from refusals import message_of_sample, refused, usage_error
 from startrail_jax.errors import InputError
-from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.dit.diffusion import draw_times, shifted
 from trainer.dit.flow_steps import euler, unipc
-from trainer.run.settings import save_config
 
 pytestmark = pytest.mark.usefixtures("shared")
 
@@ -85,21 +83,16 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
         train.train(config_of(folder, tmp_path / "run", steps=1))
 
 
-def save_run(config):
+def new_run(config):
     """A run with a checkpoint, whose weights are new."""
-    config.run_dir.mkdir()
-    state = make_program(config, st.Degrees()).initialise()
-    with Checkpoints(config.run_dir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(1, state, {})
-    save_config(config, config.run_dir / "config.json")
-    return config.run_dir
+    return save_run(config, {1: make_program(config, st.Degrees()).initialise()})
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """A run on moving digits."""
     run_dir = tmp_path_factory.mktemp("digits") / "run"
-    return save_run(dataclasses.replace(dit_video(), model=SMALL, run_dir=run_dir, **RUN))
+    return new_run(dataclasses.replace(dit_video(), model=SMALL, run_dir=run_dir, **RUN))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +103,7 @@ def clips(tmp_path_factory):
         folder / "encoded", folder / "run", dict(first_frame="channels", image_dim=7), steps=1
     )
     write_folder(folder / "encoded", config, image_dim=7, caption="a cat")
-    return save_run(config)
+    return new_run(config)
 
 
 QUICK = ("--steps", "2", "--devices", "2")
