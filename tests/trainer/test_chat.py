@@ -368,13 +368,12 @@ def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer, mon
                 prompt_tokens(opened, options, session_of_one(), template)
 
 
-def of_family(source, tmp_path, tokenizer):
-    """A template, and the tokenizer with it as transformers loads both."""
+def of_family(source, tmp_path):
+    """The tokenizer with a template, as transformers loads both."""
     tokens = {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
     (tmp_path / "chat_template.jinja").write_text(source)
-    model = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
-    return ChatTemplate.find(tokenizer, None), model
+    return transformers.AutoTokenizer.from_pretrained(str(tmp_path))
 
 
 def example_of(record, tmp_path, tokenizer, **changes):
@@ -390,7 +389,7 @@ def example_of(record, tmp_path, tokenizer, **changes):
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_tokens_and_masks_are_those_of_transformers(family, talk, tmp_path, tokenizer):
     messages, source = CONVERSATIONS[talk], TEMPLATES[family]
-    _, model = of_family(source, tmp_path, tokenizer)
+    model = of_family(source, tmp_path)
     tokens, counted = example_of({"messages": messages}, tmp_path, tokenizer)
     is_marked = "generation %}" in source
     expected = model.apply_chat_template(
@@ -451,7 +450,7 @@ FIRST, SECOND = "Four ß ünd<|im_end|>\n", "Yes.<|im_end|>\n"
     ],
 )
 def test_what_a_record_says_is_used(source, record, expected, tmp_path, tokenizer):
-    _, model = of_family(source, tmp_path, tokenizer)
+    model = of_family(source, tmp_path)
     tokens, counted = example_of(record, tmp_path, tokenizer)
     read = {key: json.loads(x) if isinstance(x, str) else x for key, x in record.items()}
     messages = [
@@ -513,13 +512,13 @@ NULL_CALLS = (
     ],
 )
 def test_what_a_record_says_in_vain_is_refused(source, record, named, tmp_path, tokenizer):
-    of_family(source, tmp_path, tokenizer)
+    of_family(source, tmp_path)
     with refused(InputError, named):
         example_of({"messages": TALK, **record}, tmp_path, tokenizer)
 
 
 def test_ignored_keys_are_left_out(tmp_path, tokenizer):
-    of_family(CHATML, tmp_path, tokenizer)
+    of_family(CHATML, tmp_path)
     record = {"messages": TALK, "id": 3, "prompt": "Two and two?"}
     tokens, _ = example_of(record, tmp_path, tokenizer, ignored_keys=("id", "prompt"))
     expected, _ = example_of({"messages": TALK}, tmp_path, tokenizer)

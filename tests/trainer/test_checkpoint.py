@@ -89,14 +89,6 @@ def shardings_of(state, mesh, spec):
     )
 
 
-def abstract(state, shardings):
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        state,
-        shardings,
-    )
-
-
 def assert_same_bits(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -123,7 +115,7 @@ def test_checkpoint_restores_on_another_mesh(tmp_path, old, old_spec, new, new_s
         checkpoints.save(17, state, DATA_STATE)
     target = shardings_of(state, make_mesh(*new), new_spec)
     with Checkpoints(tmp_path / "run" / "checkpoints", keep=1) as checkpoints:
-        restored, data_state = checkpoints.restore(abstract(state, target))
+        restored, data_state = checkpoints.restore(shapes_of(jax.device_put(state, target)))
     assert data_state == DATA_STATE
     assert_same_bits(restored, state)
     assert jax.tree.map(lambda x: x.sharding, restored) == target
@@ -254,16 +246,13 @@ def test_checkpoint_of_another_model_names_the_arrays(tmp_path, change, named):
 def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, monkeypatch):
     """Of numbers that cannot be compressed, other saves take all once more."""
     monkeypatch.setattr(checkpoint, "LEAST_LIMIT", 1)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    sharding = NamedSharding(make_mesh(8), PartitionSpec("x"))
     rng = np.random.default_rng(0)
     state = {
         f"{i}": jax.device_put(rng.integers(0, 1 << 32, (8, 1 << 18), np.uint32), sharding)
         for i in range(12)
     }
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
-    )
+    shapes = shapes_of(state)
     share = sum(x.nbytes for x in state.values())
     assert checkpoint.write_limit(shapes) == share // 16
     checksums_of(state)  # Compiles.
@@ -280,8 +269,7 @@ def test_save_in_little_memory_takes_a_part_of_the_state_beside_it(tmp_path, mon
 
 
 def test_limit_of_a_save_is_above_the_largest_part():
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
+    split, whole = (NamedSharding(make_mesh(2), PartitionSpec(*axes)) for axes in (["x"], []))
     large = jax.ShapeDtypeStruct((1 << 20, 1 << 10), jnp.float32, sharding=split)
     assert checkpoint.write_limit({"a": large}) == (1 << 31) + 1
     assert checkpoint.write_limit([large] * 32) == 1 << 33

@@ -223,12 +223,16 @@ def test_tokenizer_encodes_whole_documents_and_decodes(tmp_path, tokenizer):
     assert ids(given.train) == [[1, 2, 3, 1, 5, 3, 0, 5]]
 
 
-@pytest.mark.parametrize("content", [b"{}", b"\xff", b"", None])
+@pytest.mark.parametrize(
+    "content",
+    [b"{}", b"\xff", b"", b"[" * 100_000, None],
+    ids=["empty object", "no text", "empty", "deep", "no file"],
+)
 def test_file_that_is_no_tokenizer_raises(tmp_path, content):
     path = tmp_path / "t.json"
     if content is not None:
         path.write_bytes(content)
-    with refused(InputError, "tokenizer.json"):
+    with refused(InputError, f"must be a Hugging Face tokenizer.json; got '{path}'"):
         FileTokenizer(path, end_of_document=None, vocab_size=9)
 
 

@@ -189,7 +189,7 @@ def test_run_goes_on_from_its_checkpoint_to_the_same_bits(run):
     assert len(kinds) == 12
 
 
-def logits_of(config, weights, program):
+def logits_of(weights, program):
     return np.asarray(program.outputs(weights, batch_of(program)))
 
 
@@ -207,7 +207,7 @@ def test_export_and_samples_give_the_logits_of_the_adapters(run, tmp_path, capsy
     adapted = make_program(dataclasses.replace(config, zero=0, devices=1), st.Degrees())
     weights, step = restore_model(config.run_dir, config, adapted.state_shapes.model, note=print)
     assert step == 3
-    expected = logits_of(config, weights, adapted)
+    expected = logits_of(weights, adapted)
 
     # Over eight devices, each of which holds a part of the frozen weights.
     prompt = pretrained.reference_of("llama")["tokens"][0, :8]
@@ -223,7 +223,7 @@ def test_export_and_samples_give_the_logits_of_the_adapters(run, tmp_path, capsy
     program = make_program(plain, st.Degrees())
     with open_pretrained(plain, program.state_shapes.weights) as initial:
         weights = initial.read(program.state_shapes.weights)
-    found = logits_of(plain, weights, program)
+    found = logits_of(weights, program)
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
     adapters = tmp_path / "adapters"

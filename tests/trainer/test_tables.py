@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 
 from refusals import refused
 from startrail_jax.errors import InputError
@@ -96,8 +97,6 @@ def test_conversations_in_rows_are_those_in_lines(form, tmp_path):
 
 def characters(path):
     """A tokenizer whose tokens are characters."""
-    import tokenizers
-
     letters = {x: i for i, x in enumerate(["<eos>", *map(chr, range(32, 127))])}
     tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(path))
     return path

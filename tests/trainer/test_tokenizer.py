@@ -120,13 +120,6 @@ def test_special_token_that_the_model_lacks_is_refused(tmp_path):
         check_tokenizer_of_model(path, 2, None)
 
 
-def test_deep_json_names_its_file(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text("[" * 100_000)
-    with refused(InputError, "must be a Hugging Face tokenizer.json; got '", "x.json'"):
-        FileTokenizer(path, end_of_document=None, vocab_size=2)
-
-
 TEXTS = [
     "Hello, world 12345!  Two  spaces\nA new line, \u00fcml\u00e4ut \ufb01",
     "  def f(x):\n    return x + 1000<|end|> ",
