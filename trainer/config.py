@@ -407,6 +407,7 @@ class TrainConfig:
                 "batch_size",
                 "seq_len",
                 "size",
+                "block_frames",
                 "seed",
                 "run_dir",
                 "init_from",

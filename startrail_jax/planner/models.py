@@ -156,6 +156,9 @@ class ModelSizes:
     """"gpt"; "dit" or "wan", diffusion transformers; or that of another task of `train.py`."""
     causal: bool = True
     """Whether a token attends only to itself and to earlier ones."""
+    block: int = 0
+    """Tokens of a block where tokens of a diffusion transformer attend to their own block and to
+    earlier ones; 0 where they attend to all. Predicted times are those of 0."""
     modulated: bool = False
     """Whether layers scale, shift and gate what enters and leaves them, as adaLN does."""
     takes_values: bool = False
@@ -546,7 +549,8 @@ class ModelSizes:
     def _pairs(self, window: int | None, seq_len: int) -> int:
         """Pairs of a query and a key that the mask of a layer shows in a sequence."""
         if not self.causal:
-            return seq_len**2
+            whole, rest = divmod(seq_len, self.block or seq_len)
+            return whole * (whole + 1) // 2 * (seq_len - rest) ** 2 // whole**2 + rest * seq_len
         # The first queries of a window see fewer keys than the others.
         window = min(window or seq_len, seq_len)
         return window * (window + 1) // 2 + (seq_len - window) * window

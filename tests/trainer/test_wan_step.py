@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,6 +14,8 @@ import startrail_jax as st
 from models.hooks import Hooks
 from programs import make_program as program_of
 from programs import make_wan_config, train_steps
+from refusals import refused
+from startrail_jax.errors import InputError
 from startrail_jax.planner.models import IMAGE_TOKENS
 from trainer.config import LoraConfig
 from trainer.data.batches import place
@@ -23,6 +27,7 @@ CONFIG = make_wan_config(steps=STEPS)
 # Odd sizes, whose tokens are filled up on 8 devices; all that a Wan can be given.
 IMAGE = make_wan_config(dict(first_frame="channels", image_dim=12), size=(3, 4, 6), steps=STEPS)
 OF_TIME = make_wan_config(dict(first_frame="time"), size=(3, 6, 10), steps=STEPS)
+IN_BLOCKS = make_wan_config(size=(5, 6, 10), block_frames=2, steps=STEPS)
 
 
 @functools.cache
@@ -87,6 +92,7 @@ SETTINGS = {
     "an image": (IMAGE, st.Degrees(team=4, group=2), {}),
     "an image, tensor": (IMAGE, st.Degrees(tensor=4, ring=2), {"zero": 3}),
     "a first frame": (OF_TIME, st.Degrees.startrail(8, c=2), {"zero": 1}),
+    "blocks of frames": (IN_BLOCKS, st.Degrees(team=2, ring=4), {}),
 }
 
 
@@ -98,6 +104,48 @@ def test_losses_do_not_depend_on_how_it_runs(config, degrees, changes):
     assert losses[-5:, 0].mean() < (1 if config.freezes else 0.8) * losses[:5, 0].mean()
     np.testing.assert_allclose(losses[:, 0], expected[:, 0], rtol=1e-5)
     np.testing.assert_allclose(losses[:, 1], expected[:, 1], rtol=1e-3)
+
+
+def test_blocks_of_frames_see_no_later_block():
+    """The loss is that of dense attention with a mask, and FLOPs are those of what it shows."""
+    program = make_program(st.Degrees(team=2, ring=2), IN_BLOCKS)
+    objective = program.objective
+    _, state = train(program, initial_state(IN_BLOCKS), 3)
+    made = batch(program, 3)
+    shown = objective.prepare(jax.device_get(made), training=True)
+    frame = np.asarray(shown.positions[0, :, 0])
+
+    def dense(query, key, value, *, segment_ids):
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        mask = same & (frame // 2 <= frame[:, None] // 2)[None]
+        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+
+    model = objective.make_model(dense, Hooks(), nnx.Rngs(0))
+    weights = jax.tree.map(jnp.asarray, jax.device_get(state.weights))
+    model = nnx.merge(nnx.graphdef(model), weights)
+    losses = objective.losses(model, objective.hidden(model, shown), shown.targets)
+    _, metrics = program.train_step(state, made)
+    expected = (losses * shown.weights).sum() / shown.weights.sum()
+    np.testing.assert_allclose(float(metrics.loss), expected, rtol=1e-5)
+
+    whole = dataclasses.replace(IN_BLOCKS, block_frames=None)
+    pairs = sum(2 * 15 * 15 * min(2 * x + 2, 5) for x in (0, 1)) + 15 * 15 * 5
+    less = (75**2 - pairs) / 75 * 12 * IN_BLOCKS.model.layers * IN_BLOCKS.model.width
+    of_all = make_program(st.Degrees(), whole).objective.flops_per_token
+    assert of_all - objective.flops_per_token == pytest.approx(less)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(block_frames=0),
+        dict(block_frames=3, model=dict(patch=(2, 2, 2)), size=(4, 6, 10)),
+        dict(block_frames=1, size=(2, 8, 8), data=ClipConfig(path=Path(), sizes=("2x4x8",))),
+    ],
+)
+def test_blocks_that_make_no_sense_are_refused(changes):
+    with refused(InputError, "block_frames must be"):
+        make_wan_config(**changes)
 
 
 SIZES = make_wan_config(data=ClipConfig(path=CONFIG.run_dir, sizes=("1x8x6",)))

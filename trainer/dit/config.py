@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
@@ -136,6 +136,9 @@ class DenoiserTrainConfig(TrainConfig):
 
     size: tuple[int, int, int]
     """Frames, height and width of a latent or of an image; an image has one frame."""
+    block_frames: int | None = None
+    """Latent frames of a block, in models that draw a video block after block: a token sees its own
+    block and those before. By default, all tokens see each other."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,10 +151,31 @@ class DenoiserTrainConfig(TrainConfig):
                     f"patch={self.model.patch}, size={size}. Change one of them."
                 )
 
+        if self.block_frames is None:
+            return
+        check_minimum("block_frames", self.block_frames, 1)
+        if self.block_frames % self.model.patch[0] or len({x * y for _, x, y in self.sizes}) > 1:
+            raise InputError(
+                "block_frames must be a multiple of the frames of a patch, and frames of all sizes "
+                f"must have as many tokens; got block_frames={self.block_frames}, "
+                f"patch={self.model.patch}, sizes={self.sizes}. Change one of them."
+            )
+
     @property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
         """All sizes of latents or of images."""
         return (self.size,)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block; 0 where all tokens see each other."""
+        return self.tokens_of((self.block_frames or 0, *self.size[1:]))
+
+    @property
+    def attention_of_model(self) -> dict[str, Any]:
+        from startrail_jax.masks import BlockCausal
+
+        return {"mask": BlockCausal(self.block_tokens)} if self.block_tokens else {}
 
     @property
     def num_tokens(self) -> int:

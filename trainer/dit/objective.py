@@ -70,6 +70,7 @@ class Denoiser(Objective):
             mlp_matrices=2,
             outputs=patch * model.channels,
             patch=patch,
+            block=config.block_tokens,
         )
 
     @abstractmethod

@@ -89,7 +89,8 @@ def program_to_draw(
     Args:
         rows: examples that are drawn at a time; rounded up to a multiple of the data degree.
     """
-    attention = st.Attention(session.mesh, causal=False)
+    options: dict[str, Any] = config.attention_of_model or {"causal": False}
+    attention = st.Attention(session.mesh, **options)
     data = attention.degrees.data
     for_drawing = dataclasses.replace(
         config,

@@ -22,7 +22,7 @@ def make_attention(
 ) -> Attention:
     """The attention of a run on a mesh."""
     options = config.attention_of_model | config.attention.options
-    return Attention(mesh, causal=objective.causal, **options)
+    return Attention(mesh, causal=None if "mask" in options else objective.causal, **options)
 
 
 def make_partition(

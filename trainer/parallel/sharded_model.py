@@ -156,7 +156,8 @@ class ShardedModel:
     @functools.cached_property
     def _alone(self) -> Attention:
         """The attention of each device by itself."""
-        attention, mesh = self.attention, self.attention.mesh
+        attention = dataclasses.replace(self.attention, mask=None, causal=False)
+        mesh = attention.mesh
         if attention.degrees.sequence == 1:
             return attention
         names = tuple(x for x in slowest_first(mesh) if x != "tensor" and mesh.shape[x] > 1)
