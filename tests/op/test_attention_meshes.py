@@ -32,8 +32,7 @@ AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 def make_mesh(axis_type="explicit", **sizes):
     count = int(np.prod(list(sizes.values())))
     kinds = (AXIS_TYPES[axis_type],) * len(sizes)
-    shape, names = tuple(sizes.values()), tuple(sizes)
-    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
+    return jax.make_mesh((*sizes.values(),), (*sizes,), kinds, devices=jax.devices()[:count])
 
 
 def problem_for(seq_len, batch=4, heads=(4, 2)):
@@ -229,24 +228,23 @@ def test_unsharded_array_on_an_explicit_mesh_of_many_raises():
 # Axis names ----------------------------------------------------------------------------------
 
 
-def test_unknown_role_raises():
-    with refused(InputError, "'rings'"):
-        st.Attention(make_mesh(context=2), axis_names={"rings": "context"})
-
-
-def test_axis_that_the_mesh_lacks_raises():
-    with refused(InputError, ring="cp"):
-        st.Attention(make_mesh(context=2), axis_names={"ring": "cp"})
-
-
-def test_axis_of_two_roles_raises():
-    with refused(InputError, "'x'"):
-        st.Attention(make_mesh(x=2), axis_names={"ring": "x", "group": "x"})
-
-
-def test_mesh_that_shards_no_sequence_is_refused():
-    with refused(InputError, "{'dp': 2, 'context': 4}", "axis_names={'ring': 'context'}"):
-        st.Attention(make_mesh("auto", dp=2, context=4))
+@pytest.mark.parametrize(
+    ("sizes", "axis_names", "named"),
+    [
+        ({"context": 2}, {"rings": "context"}, ["'rings'"]),
+        ({"context": 2}, {"ring": "cp"}, ["ring='cp'"]),
+        ({"x": 2}, {"ring": "x", "group": "x"}, ["'x'"]),
+        # No axis of the sequence.
+        (
+            {"dp": 2, "context": 4},
+            None,
+            ["{'dp': 2, 'context': 4}", "axis_names={'ring': 'context'}"],
+        ),
+    ],
+)
+def test_axis_names_that_do_not_fit_are_refused(sizes, axis_names, named):
+    with refused(InputError, *named):
+        st.Attention(make_mesh("auto", **sizes), axis_names=axis_names)
 
 
 def test_mesh_of_one_device_needs_no_sequence_axis():

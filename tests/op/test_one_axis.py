@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 import startrail_jax as st
 from attention_cases import (
     Case,
+    check,
     forward_and_backward,
     host_mesh,
     natural,
@@ -65,12 +66,8 @@ def test_one_axis_gives_the_bits_of_several(scheme, options):
 @pytest.mark.slow
 def test_one_axis_works_under_set_mesh(kind):
     case = Case(degrees=st.Degrees.startrail(8, c=2), one_axis=True, axis_type=kind.name.lower())
-    attention = case.attention
-    with jax.set_mesh(attention.mesh):
-        found = forward_and_backward(attention, *place(attention, case.problem))
-    expected = reference(case.problem, **case.mask_arguments)
-    for name, x in natural(attention, found).items():
-        assert relative_error(x, getattr(expected, name)) < 2e-6
+    with jax.set_mesh(case.mesh):
+        check(case)
 
 
 @pytest.mark.slow
