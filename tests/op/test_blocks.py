@@ -33,14 +33,14 @@ SERVED += [("fa4", mask, 2) for mask in ("full", "causal")]
 SERVED += [("tiled", mask, 2) for mask in MASKS]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def emulated(monkeypatch):
     fake_cudnn.install(monkeypatch)
     fake_fa4.install(monkeypatch)
 
 
 @pytest.fixture(params=sorted(blocks.BACKENDS))
-def block(request):
+def block(request, emulated):
     return blocks.BACKENDS[request.param]
 
 
@@ -84,6 +84,7 @@ def masks(length):
     }
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.slow_except_every(8)
 @pytest.mark.parametrize(("backend", "name", "kv_heads"), SERVED)
 def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
@@ -189,21 +190,32 @@ def test_wholly_masked_tiles_are_never_visited(small_tiles):
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_memory_is_a_tile_of_logits_and_not_the_square(pass_):
+@pytest.mark.parametrize(
+    ("backend", "mask", "tile"),
+    [
+        (xla, "causal", xla.TILE_ROWS * xla.TILE_COLUMNS),
+        # No kernels: of dense tiles.
+        (tiled, "causal segments", 128**2),
+    ],
+)
+def test_memory_is_a_tile_of_logits_and_not_the_square(backend, mask, tile, pass_, monkeypatch):
+    monkeypatch.setattr(tiled, "COARSE", 512)
+    monkeypatch.setattr(tiled, "FINE", 128)
+
     def temporary_bytes(length):
-        mask, _ = masks(length)["causal"]
-        q, k, v, dout = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for _ in range(4))
-        lse = jax.ShapeDtypeStruct((1, 2, length), jnp.float32)
+        seen, _ = masks(length)[mask]
+        q, k, v, dout = (jax.ShapeDtypeStruct((2, length, 2, 16), jnp.float32) for _ in range(4))
+        lse = jax.ShapeDtypeStruct((2, 2, length), jnp.float32)
         step = {
-            "forward": lambda q, k, v, lse, dout: xla.forward(Pair(q, k, v, mask, 1.0)),
-            "backward": lambda q, k, v, lse, dout: xla.backward(
-                Pair(q, k, v, mask, 1.0), lse, lse, dout
+            "forward": lambda q, k, v, lse, dout: backend.forward(Pair(q, k, v, seen, 1.0)),
+            "backward": lambda q, k, v, lse, dout: backend.backward(
+                Pair(q, k, v, seen, 1.0), lse, lse, dout
             ),
         }[pass_]
         compiled = jax.jit(step).lower(q, k, v, lse, dout).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     short, long = temporary_bytes(2048), temporary_bytes(4096)
-    tile = 4 * 2 * xla.TILE_ROWS * xla.TILE_COLUMNS
-    assert short < 8 * tile + 4 * 2048 * 2 * 16 * 8
+    tile_bytes, array = 4 * 2 * 2 * tile, 4 * 2 * 2048 * 2 * 16
+    assert short < 8 * tile_bytes + 8 * array
     assert long <= 2.1 * short

@@ -1,5 +1,6 @@
 """The cuDNN backend: custom calls that are jax's own, pieces of masks, limits."""
 
+import functools
 import itertools
 import json
 import re
@@ -61,15 +62,34 @@ def jax_own(monkeypatch):
     monkeypatch.setattr(jax_cudnn, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(jax_cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
 
-    def both(q, k, v, dout, scale, causal, window=0):
-        mask = jax_cudnn.MaskType.CAUSAL if causal else jax_cudnn.MaskType.NO_MASK
-        attend = lambda q, k, v: jax_cudnn.dot_product_attention(  # noqa: E731
-            q, k, v, scale=scale, mask_type=mask, sliding_window_length=window or None
-        )
-        out, vjp = jax.vjp(attend, q, k, v)
-        return out, vjp(dout)
+    def both(mask, window=0, **lengths):
+        attend = functools.partial(
+            jax_cudnn.dot_product_attention, scale=0.3, mask_type=jax_cudnn.MaskType[mask],
+            sliding_window_length=window or None, **lengths,
+        )  # fmt: skip
+
+        def step(q, k, v, dout):
+            out, vjp = jax.vjp(attend, q, k, v)
+            return out, vjp(dout)
+
+        return step
 
     return both
+
+
+def both_passes(attend, gradients, *told):
+    def step(q, k, v, dout):
+        out, lse = attend(q, k, v, 0.3, *told)
+        return out, gradients(q, k, v, lse, out, dout, 0.3, *told)
+
+    return step
+
+
+def operands(dtype, kv_heads, window=0, value_head_dim=HEAD_DIM):
+    """q, k, v and dout; a window needs as many keys as queries."""
+    x = arguments(dtype, kv_heads, value_head_dim)
+    key = jax.ShapeDtypeStruct((BATCH, QUERIES, kv_heads, HEAD_DIM), dtype)
+    return (x["q"], key, key, x["dout"]) if window else (x["q"], x["k"], x["v"], x["dout"])
 
 
 @pytest.mark.parametrize("value_head_dim", [16, 8, 24])
@@ -77,37 +97,22 @@ def jax_own(monkeypatch):
 @pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_custom_calls_are_those_that_jax_makes(jax_own, dtype, kv_heads, causal, value_head_dim):
-    x = arguments(dtype, kv_heads, value_head_dim)
-
-    def ours(q, k, v, dout):
-        out, lse = cudnn.attend(q, k, v, 0.3, causal)
-        return out, cudnn.gradients(q, k, v, lse, out, dout, 0.3, causal)
-
-    operands = x["q"], x["k"], x["v"], x["dout"]
-    found = custom_calls(ours, *operands)
-    wanted = custom_calls(lambda *operands: jax_own(*operands, 0.3, causal), *operands)
+    x = operands(dtype, kv_heads, value_head_dim=value_head_dim)
+    found = custom_calls(both_passes(cudnn.attend, cudnn.gradients, causal), *x)
     assert [target for target, *_ in found] == [
         "__cudnn$fmhaSoftmax",
         "__cudnn$fmhaSoftmaxBackward",
     ]
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine == theirs
+    assert found == custom_calls(jax_own("CAUSAL" if causal else "NO_MASK"), *x)
 
 
 @pytest.mark.parametrize("window", [1, 20, 512])
 @pytest.mark.parametrize("kv_heads", [6, 2])
 def test_custom_calls_with_a_window_are_those_that_jax_makes(jax_own, kv_heads, window):
     """Those of jax.nn.dot_product_attention(is_causal=True, local_window_size=(window - 1, 0))."""
-    x = arguments("bfloat16", kv_heads)
-    key = jax.ShapeDtypeStruct((BATCH, QUERIES, kv_heads, HEAD_DIM), jnp.bfloat16)
-    operands = x["q"], key, key, x["dout"]
-
-    def ours(q, k, v, dout):
-        out, lse = cudnn.attend(q, k, v, 0.3, True, window)
-        return out, cudnn.gradients(q, k, v, lse, out, dout, 0.3, True, window)
-
-    found = custom_calls(ours, *operands)
-    assert found == custom_calls(lambda *x: jax_own(*x, 0.3, True, window), *operands)
+    x = operands("bfloat16", kv_heads, window)
+    found = custom_calls(both_passes(cudnn.attend, cudnn.gradients, True, window), *x)
+    assert found == custom_calls(jax_own("CAUSAL", window), *x)
     assert [x[1]["cudnn_fmha_backend_config"]["sliding_window_length"] for x in found] == [
         window
     ] * 2
@@ -116,37 +121,21 @@ def test_custom_calls_with_a_window_are_those_that_jax_makes(jax_own, kv_heads, 
 @pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 20), (False, 0)])
 def test_custom_calls_with_segments_are_those_that_jax_makes(jax_own, causal, window, starts):
-    x = arguments("bfloat16", 2)
-    operands = x["q"], x["k"], x["v"], x["dout"]
-    if window:
-        key = jax.ShapeDtypeStruct((BATCH, QUERIES, 2, HEAD_DIM), jnp.bfloat16)
-        operands = x["q"], key, key, x["dout"]
-    count = 5 if starts else 1
-    lengths, begins = np.full(BATCH * count, 3, np.int32), 4 * np.arange(BATCH * count, dtype="i4")
-
-    def ours(q, k, v, dout):
-        given = (lengths, lengths, begins, begins) if starts else (lengths, lengths)
-        segments = cudnn.Segments(*map(jnp.asarray, given))
-        out, lse = cudnn._attend(q, k, v, 0.3, causal, window, segments)
-        return out, cudnn._gradients(q, k, v, lse, out, dout, 0.3, causal, window, segments)
-
-    def theirs(q, k, v, dout):
-        mask = jax_cudnn.MaskType.PADDING_CAUSAL if causal else jax_cudnn.MaskType.PADDING
-        shape = (BATCH, count) if starts else (BATCH,)
-        told = dict(q_seqlen=lengths.reshape(shape), kv_seqlen=lengths.reshape(shape))
-        if starts:
-            ends = np.zeros((BATCH, count + 1), np.int32)
-            told |= dict(q_offsets=ends, kv_offsets=ends)
-        told = jax.tree.map(jnp.asarray, told)
-        attend = lambda q, k, v: jax_cudnn.dot_product_attention(  # noqa: E731
-            q, k, v, scale=0.3, mask_type=mask, sliding_window_length=window or None, **told
-        )
-        out, vjp = jax.vjp(attend, q, k, v)
-        return out, vjp(dout)
-
-    found = custom_calls(ours, *operands)
+    shape = (BATCH, 5) if starts else (BATCH,)
+    lengths = jnp.full(shape, 3, jnp.int32)
+    told = dict(q_seqlen=lengths, kv_seqlen=lengths)
+    segments = cudnn.Segments(lengths.ravel(), lengths.ravel())
+    if starts:
+        begins, ends = 4 * jnp.arange(lengths.size), jnp.zeros((BATCH, 6), jnp.int32)
+        told |= dict(q_offsets=ends, kv_offsets=ends)
+        segments = segments._replace(query_starts=begins, key_starts=begins)
+    x = operands("bfloat16", 2, window)
+    ours = both_passes(cudnn._attend, cudnn._gradients, causal, window, segments)
+    found = custom_calls(ours, *x)
     assert len(found) == 2
-    assert found == custom_calls(theirs, *operands)
+    assert found == custom_calls(
+        jax_own("PADDING_CAUSAL" if causal else "PADDING", window, **told), *x
+    )
 
 
 def test_window_of_jax_nn_is_the_length_of_the_call(jax_own):
@@ -178,6 +167,28 @@ def test_custom_calls_lower_inside_shard_map(check_vma):
     assert len(custom_calls(step, x["q"], x["k"])) == 2
 
 
+def counted(pieces, queries, keys):
+    """How often pieces hold each pair of so many queries and keys."""
+    seen = np.zeros((queries, keys), int)
+    for start, stop, first, end in pieces.rectangles:
+        seen[start:stop, first:end] += 1
+    for i, j, size in pieces.squares:
+        seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
+    for i, j, size in pieces.windows:
+        band = np.tri(size, dtype=int) - np.tri(size, k=-pieces.window, dtype=int)
+        seen[i : i + size, j : j + size] += band
+    for i, j, size in pieces.edges:
+        seen[i : i + size, j : j + size] += np.tri(size, dtype=int).T
+    return seen
+
+
+def check_pieces(visibility, pieces):
+    """Pieces hold every pair once that the mask shows."""
+    queries, keys = np.asarray(visibility.query_positions), np.asarray(visibility.key_positions)
+    seen = visibility.mask.visible(queries[:, None], keys[None, :])
+    np.testing.assert_array_equal(counted(pieces, len(queries), len(keys)), seen)
+
+
 @pytest.mark.slow_except_every(9)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("degree", [1, 2, 6, 12])
@@ -197,62 +208,7 @@ def test_pieces_hold_every_visible_pair_once(kind, degree):
         for query, key in pairs:
             mask = Visibility(Causal(), query_runs=query, key_runs=key, offsets=offsets)
             index, cases = mask.cases()
-            seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
-            for start, stop, first, end in cases[int(index)].rectangles:
-                seen[start:stop, first:end] += 1
-            for i, j, size in cases[int(index)].squares:
-                seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
-            expected = mask.key_positions[None, :] <= mask.query_positions[:, None]
-            np.testing.assert_array_equal(seen, expected)
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(
-    ("ring", "group", "team", "head"),
-    [(2, 2, 2, 1), (1, 3, 4, 1), (3, 4, 2, 1), (2, 2, 3, 2), (4, 1, 3, 1), (4, 3, 1, 1)],
-)
-@pytest.mark.slow_except_every(3)
-def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, ring, group, team, head):
-    mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
-    schedule = st.Attention(mesh, causal=True, layout=kind).schedule
-    seq_len, found = 4 * schedule.layout.degree, set()
-    for p, g, a, distance in np.ndindex(ring, group, team, ring):
-        mask = schedule.visibility(seq_len, (p, g, a), keys_behind=distance)
-        index, cases = mask.cases()
-        pieces = cases[int(index)]
-        found.add(pieces)
-        seen = np.zeros((len(mask.query_positions), len(mask.key_positions)), int)
-        for start, stop, first, end in pieces.rectangles:
-            seen[start:stop, first:end] += 1
-        for i, j, size in pieces.squares:
-            seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
-        np.testing.assert_array_equal(
-            seen, mask.key_positions[None, :] <= mask.query_positions[:, None]
-        )
-        # In other rounds than the first, two blocks meet: one rectangle, or none if contiguous.
-        if distance:
-            assert len(pieces.rectangles) <= 1
-            assert not pieces.squares
-            assert len(cases) <= 2
-        assert len(pieces.rectangles) <= 4
-        assert len(pieces.squares) <= 2
-    # What a backend is told before it chooses.
-    assert found == {*unit_cases(schedule, seq_len)}
-
-
-def counted(pieces, queries, keys):
-    """How often pieces hold each pair of so many queries and keys."""
-    seen = np.zeros((queries, keys), int)
-    for start, stop, first, end in pieces.rectangles:
-        seen[start:stop, first:end] += 1
-    for i, j, size in pieces.squares:
-        seen[i : i + size, j : j + size] += np.tri(size, dtype=int)
-    for i, j, size in pieces.windows:
-        band = np.tri(size, dtype=int) - np.tri(size, k=-pieces.window, dtype=int)
-        seen[i : i + size, j : j + size] += band
-    for i, j, size in pieces.edges:
-        seen[i : i + size, j : j + size] += np.tri(size, dtype=int).T
-    return seen
+            check_pieces(mask, cases[int(index)])
 
 
 def test_pieces_of_a_window_hold_every_visible_pair_once():
@@ -284,14 +240,16 @@ def test_pieces_of_a_window_hold_every_visible_pair_once():
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
     "mask",
-    [*(Window(x - 1, 0) for x in (1, 2, 5, 8, 9, 21)), *map(BlockCausal, (2, 5, 8, 12, 27))],
+    [Causal(), *(Window(x - 1, 0) for x in (1, 2, 5, 8, 9, 21))]
+    + [*map(BlockCausal, (2, 5, 8, 12, 27))],
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("ring", "group", "team", "head"), [(2, 2, 2, 1), (4, 1, 3, 1), (1, 3, 4, 1), (2, 2, 3, 2)]
+    ("ring", "group", "team", "head"),
+    [(2, 2, 2, 1), (1, 3, 4, 1), (3, 4, 2, 1), (2, 2, 3, 2), (4, 1, 3, 1), (4, 3, 1, 1)],
 )
 @pytest.mark.slow_except_every(5)
-def test_cases_of_every_device_and_round_hold_what_is_visible(kind, mask, ring, group, team, head):
+def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, mask, ring, group, team, head):
     mesh = jax.sharding.AbstractMesh((ring, group, team, head), ("ring", "group", "team", "head"))
     schedule = st.Attention(mesh, mask=mask, layout=kind).schedule
     seq_len, found = 8 * schedule.layout.degree, set()
@@ -300,12 +258,15 @@ def test_cases_of_every_device_and_round_hold_what_is_visible(kind, mask, ring, 
             continue
         seen = schedule.visibility(seq_len, (p, g, a), keys_behind=distance)
         index, cases = seen.cases()
-        queries, keys = np.asarray(seen.query_positions), np.asarray(seen.key_positions)
-        np.testing.assert_array_equal(
-            counted(cases[int(index)], len(queries), len(keys)),
-            mask.visible(queries[:, None], keys[None, :]),
-        )
-        found.add(cases[int(index)])
+        pieces = cases[int(index)]
+        check_pieces(seen, pieces)
+        found.add(pieces)
+        if isinstance(mask, Causal):
+            # In other rounds than the first, two blocks meet: one rectangle, or none if contiguous.
+            assert len(pieces.rectangles) <= (1 if distance else 4)
+            assert len(pieces.squares) <= (0 if distance else 2)
+            assert not distance or len(cases) <= 2
+    # What a backend is told before it chooses.
     assert found == {*unit_cases(schedule, seq_len)}
 
 
