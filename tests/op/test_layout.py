@@ -68,16 +68,11 @@ def test_permute_runs_under_jit():
 def test_permute_refuses_a_sharded_array(direction, axis_type):
     mesh = make_mesh(Degrees(ring=2), axis_type, devices=jax.devices()[:2])
     x = jax.device_put(jnp.zeros((3, 8)), NamedSharding(mesh, P(None, "ring")))
-    layout = Layout("zigzag", 2)
-    with refused(InputError, "Reordering tokens needs"):
-        getattr(layout, direction)(x)
-
-
-def test_permute_refuses_an_array_that_is_sharded_under_jit():
-    mesh = make_mesh(Degrees(ring=2), "explicit", devices=jax.devices()[:2])
-    x = jax.device_put(jnp.zeros((3, 8)), NamedSharding(mesh, P(None, "ring")))
-    with refused(InputError, "Reordering tokens needs"):
-        jax.jit(Layout("zigzag", 2).permute)(x)
+    reorder = getattr(Layout("zigzag", 2), direction)
+    # Under jit, only Explicit axes tell.
+    for call in (reorder, jax.jit(reorder))[: 1 + (axis_type == "explicit")]:
+        with refused(InputError, "Reordering tokens needs"):
+            call(x)
 
 
 def test_permute_takes_a_replicated_array():
@@ -120,11 +115,6 @@ def test_unknown_kind_is_refused():
         Layout("spiral", 2)
 
 
-def test_degree_below_one_is_refused():
-    with refused(InputError, degree=0):
-        Layout("zigzag", 0)
-
-
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_rank_that_does_not_exist_is_refused(rank):
     with pytest.raises(ValueError, match=rf"rank must be in \[0, 4\); got rank={rank}"):
@@ -165,11 +155,3 @@ def test_unit_of_blocks_apart_is_sorted_as_its_ranks_come(kind, size, blocks, mo
     parts = np.split(np.asarray(in_order[0]), len(ends))
     assert ends == [(part[0], part[-1]) for part in parts]
     np.testing.assert_array_equal(layout.unsort_unit(in_order, len(ranks), axis=1), gathered)
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
-def test_zigzag_units_cost_the_same_under_a_causal_mask(size, units, count):
-    layout = Layout("zigzag", size * units)
-    seq_len = layout.multiple * count
-    pairs = [(layout.indices(seq_len, rank) + 1).sum() for rank in range(layout.degree)]
-    assert len(set(pairs)) == 1

@@ -89,13 +89,9 @@ def test_make_mesh_names_six_axes(axis_type, expected):
     assert set(mesh.axis_types) == {expected}
 
 
-def test_make_mesh_is_auto_by_default():
-    mesh = make_mesh(Degrees(ring=2), devices=jax.devices()[:2])
-    assert set(mesh.axis_types) == {AxisType.Auto}
-
-
-def test_make_mesh_takes_all_devices_by_default():
+def test_make_mesh_is_auto_and_of_all_devices_by_default():
     mesh = make_mesh(Degrees(ring=jax.device_count()))
+    assert set(mesh.axis_types) == {AxisType.Auto}
     assert mesh.size == jax.device_count()
 
 

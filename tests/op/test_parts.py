@@ -220,45 +220,52 @@ def test_one_document_alone_is_served():
     assert sum(map(len, part.rows)) == 1
 
 
-def test_what_cannot_be_assigned_is_refused():
-    with refused(InputError, "lengths[1]=33", share=8):
-        st.parts([3, 33], 4, share=8)
-    with refused(InputError, "lengths[0]=20", share=8):
-        st.parts([20], 4, share=8, degrees=[1, 2])
-    with refused(InputError, "lengths[1]=-1"):
-        st.parts([3, -1], 4, share=8)
-    with refused(InputError, "float64"):
-        st.parts([3.0], 4, share=8)
-    with refused(InputError, "[1, 1]"):
-        st.parts(np.ones((1, 1), int), 4, share=8)
-    with refused(InputError, devices=0):
-        st.parts([3], 0, share=8)
-    with refused(InputError, share=0):
-        st.parts([3], 4, share=0)
-    for degrees in ([3], []):
-        with refused(InputError, degrees=degrees):
-            st.parts([3], 4, share=8, degrees=degrees)
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"lengths": [3, 33]}, "lengths[1]=33, where 4 devices of share=8"),
+        ({"lengths": [20], "degrees": [1, 2]}, "lengths[0]=20, where 2 devices of share=8"),
+        ({"lengths": [3, -1]}, "lengths[1]=-1"),
+        ({"lengths": [3.0]}, "float64"),
+        ({"lengths": np.ones((1, 1), int)}, "[1, 1]"),
+        ({"devices": 0}, "devices=0"),
+        ({"devices": "8"}, "devices='8'"),
+        ({"share": 0}, "share=0"),
+        ({"share": 4.0}, "share=4.0"),
+        ({"degrees": [3]}, "degrees=[3]"),
+        ({"degrees": []}, "degrees=[]"),
+        ({"degrees": 3}, "degrees=[3]"),
+        ({"degrees": [1, 2.0]}, "degrees=[1, 2.0]"),
+        ({"cost": {}}, "cost={}"),
+    ],
+)
+def test_what_cannot_be_assigned_is_refused(given, named):
+    with refused(InputError, named):
+        st.parts(**{"lengths": [3], "devices": 4, "share": 8, **given})
 
 
 def test_costs_that_mean_nothing_are_refused():
-    for values in ({"token": 0}, {"pair": -1.0}, {"hop": float("nan")}, {"pair": float("inf")}):
+    for values in (
+        *({"token": 0}, {"pair": -1.0}, {"hop": float("nan")}, {"pair": float("inf")}),
+        *({"windows": windows} for windows in ((), (0,), (None, -2))),
+    ):
         with refused(InputError, **values):
             DocumentCost(**values)
-    for windows in ((), (0,), (None, -2)):
-        with refused(InputError, windows=windows):
-            DocumentCost(windows=windows)
 
 
-def test_series_that_cannot_be_are_refused():
-    given = {"share": 8, "parts_per_step": 1}
-    with refused(InputError, "Some document must"):
-        PartStream([0, 0], 4, **given)
-    with refused(InputError, parts_per_step=0):
-        PartStream([3], 4, share=8, parts_per_step=0)
-    with refused(InputError, window=0):
-        PartStream([3], 4, window=0, **given)
-    with refused(InputError, seed=-1):
-        PartStream([3], 4, seed=-1, **given)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"lengths": [0, 0]}, "Some document must"),
+        ({"parts_per_step": 0}, "parts_per_step=0"),
+        ({"window": 0}, "window=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_series_that_cannot_be_are_refused(given, named):
+    with refused(InputError, named):
+        PartStream(**{"lengths": [3], "devices": 4, "share": 8, "parts_per_step": 1, **given})
 
 
 def stream_of(lengths, devices=8, **changes):
