@@ -52,6 +52,10 @@ INSTANT = dataclasses.replace(
 )
 
 
+# Arguments of `plan`.
+H100_NODES = dict(nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s")
+
+
 def cluster(nodes=2, gpus=4, **changes):
     options = dict(nodes=nodes, gpus_per_node=gpus, gpu=INSTANT, port_rate=1e8, ports=1)
     quiet = dict(latency=0.0, inside_latency=0.0, start_latency=0.0)
@@ -269,20 +273,12 @@ def ring_of(timing):
 def test_ring_crosses_at_every_device_where_it_is_the_slow_axis():
     asked = call(seq_len=1024, batch=1, kv_heads=12)
     unit = 2 * (1024 // 8) * 12 * 16 * 2
-    found = Timing(
-        one(order=("data", "ring", "group", "team", "head", "tensor"), ring=2, team=4),
-        cluster(),
-        asked,
-    )
-    hop = ring_of(found)
+    settings = one(order=("data", "ring", "group", "team", "head", "tensor"), ring=2, team=4)
+    hop = ring_of(Timing(settings, cluster(), asked))
     assert hop.across[0] == 4 * unit
     assert hop.seconds[0] == pytest.approx(4 * unit / 1e8)
     # With a port for each GPU, the messages go through four ports.
-    ports = Timing(
-        one(order=("data", "ring", "group", "team", "head", "tensor"), ring=2, team=4),
-        cluster(ports=4),
-        asked,
-    )
+    ports = Timing(settings, cluster(ports=4), asked)
     assert ring_of(ports).seconds[0] == pytest.approx(unit / 1e8)
 
 
@@ -344,9 +340,7 @@ def test_best_is_the_best_of_all():
 
 def test_frugal_setting_is_nearly_as_fast():
     few = Search(zero=(2, 3), remat=("none", "attention_saved"), tiled=(True,), baselines=False)
-    found = st.plan(
-        nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b", options=few
-    )
+    found = st.plan(**H100_NODES, model="gpt_7b", options=few)
     assert found.frugal.fits
     assert found.winner.seconds <= found.frugal.seconds <= 1.02 * found.winner.seconds
     assert found.frugal.memory_bytes < found.winner.memory_bytes
@@ -357,7 +351,7 @@ def test_frugal_setting_is_nearly_as_fast():
 
 def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
     """Where kernels hide the memory of the host, offload costs and gains no seconds."""
-    typed = dict(nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b")
+    typed = dict(**H100_NODES, model="gpt_7b")
     few = dict(degrees={"ring": 8, "group": 8}, zero=(3,), remat=("attention_saved",))
     both, offloads = (
         st.plan(**typed, options=Search(**few, **more), seq_len="512K")
@@ -575,9 +569,7 @@ QWEN3 = {
 def test_steps_of_long_sequences_take_what_others_measured(size, tokens, nodes, seconds):
     """TRL's table: Qwen3 on nodes of eight H100; of 364 to 380 s, the middle."""
     model = dataclasses.replace(MODELS["qwen3_8b"], name="given", **QWEN3[size])
-    found = st.plan(
-        nodes=nodes, gpus_per_node=8, gpu="h100", port="50GB/s", model=model, seq_len=tokens, top=1
-    )
+    found = st.plan(**H100_NODES | {"nodes": nodes}, model=model, seq_len=tokens, top=1)
     assert found.winner.seconds == pytest.approx(seconds, rel=0.1)
 
 
@@ -590,25 +582,34 @@ SLOW_PORTS = dict(
 )
 
 
+@pytest.fixture
+def lengths_of(tmp_path):
+    """A file of so many tokens a document."""
+
+    def write(*lengths):
+        path = tmp_path / "lengths.txt"
+        path.write_text("\n".join(map(str, lengths)))
+        return str(path)
+
+    return write
+
+
 @pytest.mark.parametrize("given", [{}, {"ring": 16}], ids=str)
-def test_documents_as_long_as_rows_take_as_long_as_rows(tmp_path, given):
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("131072\n" * 40)
+def test_documents_as_long_as_rows_take_as_long_as_rows(lengths_of, given):
     degrees = dict(data=1, tensor=1, **given)
     options = Search(zero=(0,), remat=("full",), degrees=degrees, memory_fraction=1)
-    asked = dict(seq_len="128K", batch=1, options=options, **SLOW_PORTS)
     gpu = dataclasses.replace(GPUS["h100"], memory_bytes=2**42)
-    found = st.plan(**{**asked, "gpu": gpu}, lengths=str(lengths))
+    asked = dict(SLOW_PORTS, gpu=gpu, seq_len="128K", batch=1, options=options)
+    found = st.plan(**asked, lengths=lengths_of(*[131_072] * 40))
     assert found.documents.held.parts.keys() == {16}
     assert found.documents.tokens_per_second == pytest.approx(131_072 / found.winner.seconds)
     assert found.documents.rows_tokens_per_second == pytest.approx(131_072 / found.winner.seconds)
-    assert found.winner == st.plan(**{**asked, "gpu": gpu}).winner
+    assert found.winner == st.plan(**asked).winner
 
 
-def test_short_documents_are_faster_whole_where_bytes_bind(tmp_path):
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(["4000"] * 600 + ["65536"] * 4))
-    found = st.plan(seq_len="64K", batch=4, lengths=str(lengths), **SLOW_PORTS)
+def test_short_documents_are_faster_whole_where_bytes_bind(lengths_of):
+    lengths = lengths_of(*[4000] * 600, *[65_536] * 4)
+    found = st.plan(seq_len="64K", batch=4, lengths=lengths, **SLOW_PORTS)
     faster = found.documents.tokens_per_second / found.documents.rows_tokens_per_second
     assert faster > 1.5
     assert found.documents.held.alone > 0.8 * found.documents.held.tokens
@@ -617,11 +618,9 @@ def test_short_documents_are_faster_whole_where_bytes_bind(tmp_path):
     assert json.loads(json.dumps(found.as_dict()))["documents"]["held"]["tokens"] > 0
 
 
-def test_no_mesh_for_documents_has_more_tensor_shards_than_key_heads(tmp_path):
+def test_no_mesh_for_documents_has_more_tensor_shards_than_key_heads(lengths_of):
     """train.py refuses documents on such a mesh, and takes rows."""
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("4000\n" * 99)
-    asked = dict(seq_len="64K", batch=4, lengths=str(lengths), **SLOW_PORTS)
+    asked = dict(seq_len="64K", batch=4, lengths=lengths_of(*[4000] * 99), **SLOW_PORTS)
     assert SLOW_PORTS["model"].kv_heads == 8
     assert st.plan(options=Search(degrees=dict(tensor=8)), **asked).documents is not None
     assert st.plan(options=Search(degrees=dict(tensor=16)), **asked).documents is None
@@ -763,11 +762,9 @@ def odd_options(**values):
     ],
 )
 def test_errors_name_the_flag_and_what_was_given(changes, named):
-    arguments = dict(
-        nodes=2, gpus_per_node=8, gpu="h100", port="50GB/s", model="gpt_7b", seq_len="64K"
-    )
+    arguments = dict(H100_NODES, nodes=2, model="gpt_7b", seq_len="64K")
     with refused(InputError, named):
-        st.plan(**{**arguments, **changes})
+        st.plan(**arguments | changes)
 
 
 def test_bits_and_bytes_are_told_apart():
