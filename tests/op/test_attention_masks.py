@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,15 +74,6 @@ def test_queries_of_a_document_without_keys_see_nothing():
     result, expected = solve(case.attention, problem), reference(problem)
     assert (expected.lse == oracle.EMPTY).any()
     assert_close(result, expected, error_bounds(problem, expected))
-
-
-@pytest.mark.slow
-def test_one_array_of_segment_ids_is_the_pair_of_it():
-    case = Case(degrees=STARTRAIL, mask="packed")
-    *arrays, ids = place(case.attention, case.problem)
-    pair = forward_and_backward(case.attention, *arrays, ids)
-    one = forward_and_backward(case.attention, *arrays, ids[0])
-    chex.assert_trees_all_equal(one, pair)
 
 
 @pytest.mark.slow

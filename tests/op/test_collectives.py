@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
-from startrail_jax.devices.axes import AxisNames, flat_axis, resolve_axes
+from startrail_jax.devices.axes import AxisNames, resolve_axes
 from startrail_jax.devices.degrees import Cycle
 from startrail_jax.rings import collectives
 
@@ -33,26 +33,6 @@ def test_group_and_team_trade_places(degree, ring):
     traded = run(mesh, lambda x: collectives.trade_places(x, axes["group"], axes["team"]), ranks)
     blocks = ranks.reshape(ring, degree, degree)
     np.testing.assert_array_equal(traded.reshape(blocks.shape), blocks.swapaxes(1, 2))
-
-
-@pytest.mark.slow
-def test_sum_at_owner_is_the_transpose_of_gather():
-    mesh, axes = placed(st.Degrees(group=4, team=2))
-    group, rank = axes["group"], flat_axis(axes, RANKS)
-
-    def transposed(x):
-        out, transpose = jax.vjp(lambda x: collectives.gather(x, group, 1), x)
-        weight = 1.0 + collectives.index(rank)
-        (expected,) = transpose(out * weight)
-        exact = collectives.sum_at_owner(out * weight, group, 1, jnp.float32)
-        narrow = collectives.sum_at_owner(out * weight, group, 1, jnp.bfloat16)
-        scale = jnp.abs(out * weight).sum()
-        return jnp.stack([exact[0] - expected[0], (narrow - expected)[0] / scale])
-
-    x = np.random.default_rng(0).normal(size=(1, 24)).astype(np.float32)
-    exact, narrow = run(mesh, transposed, x)
-    np.testing.assert_allclose(exact, 0, atol=1e-6)
-    np.testing.assert_allclose(narrow, 0, atol=2.0**-8)
 
 
 def test_partials_brings_every_members_version_of_the_own_part():
