@@ -97,6 +97,12 @@ def or_causal(options):
     return options if told else options | {"causal": True}
 
 
+def make_attention(degrees, axis_type="auto", **options):
+    """On the first devices; causal if the options do not say what it sees."""
+    devices = jax.devices("cpu")[: degrees.num_devices]
+    return st.Attention(st.make_mesh(degrees, axis_type, devices), **or_causal(options))
+
+
 def host_mesh(degrees, axis_type="explicit"):
     """A mesh as other programs have it, with one axis for the sequence."""
     kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[axis_type]

@@ -6,14 +6,12 @@ from itertools import cycle
 from unittest import mock
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_attention_grid import SCHEMES, clash
 
 import fake_cudnn
-import startrail_jax as st
 from attention_cases import (
     FLOAT32_ERROR,
     HEADS,
@@ -25,6 +23,7 @@ from attention_cases import (
     covering,
     forward_and_backward,
     listed,
+    make_attention,
     natural,
     place,
     reference,
@@ -161,8 +160,7 @@ def test_attention_on_cudnn_serves_narrow_dtypes(case):
 )
 def test_attention_on_cudnn_is_nearly_as_exact_as_one_kernel(degrees, mask):
     causal = mask == "causal"
-    mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[:8])
-    attention = st.Attention(mesh, causal=causal, backend="cudnn")
+    attention = make_attention(degrees, causal=causal, backend="cudnn")
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.normal(size=(1, 512, 2, 64)).astype(jnp.bfloat16) for _ in range(4))
     problem = Problem(q, k, v, dout, np.zeros((1, 2, 512), np.float32), None, None)

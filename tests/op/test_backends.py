@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from attention_cases import Case, check, or_causal
+from attention_cases import Case, check, make_attention
 from examples.own_kernel import Dense
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
@@ -33,8 +33,7 @@ def test_own_kernel_is_exact_in_every_scheme(case):
 
 
 def attention(backend, **options):
-    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
-    return st.Attention(mesh, backend=backend, layout="contiguous", **or_causal(options))
+    return make_attention(st.Degrees(ring=2), backend=backend, layout="contiguous", **options)
 
 
 SIZES = {"seq_len": 512, "heads": 4, "head_dim": 64}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from attention_cases import Case, check, host_mesh, one_axis, or_causal, place
+from attention_cases import Case, check, host_mesh, make_attention, one_axis, or_causal, place
 from refusals import refused
 from startrail_jax.errors import BalanceWarning, InputError, UnsupportedError
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, slice_pairs, to_zigzag
@@ -23,8 +23,7 @@ def test_slices_come_to_their_zigzag_places_and_back(ranks):
     even, odd = slice_pairs(ranks)
     for pairs in (even, odd):
         assert [sorted(side) for side in zip(*pairs, strict=True)] == [list(range(ranks))] * 2
-    mesh = st.make_mesh(D(ring=ranks), devices=jax.devices()[:ranks])
-    attention = st.Attention(mesh, layout="zigzag", causal=True)
+    attention = make_attention(D(ring=ranks), layout="zigzag")
     axis, spec = attention.axes["ring"], jax.P(None, attention.sequence_spec[1])
 
     def both(x):
@@ -32,7 +31,7 @@ def test_slices_come_to_their_zigzag_places_and_back(ranks):
         return moved, from_zigzag(axis, moved)
 
     tokens = np.arange(6 * ranks)[None]
-    shard = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)
+    shard = jax.shard_map(both, mesh=attention.mesh, in_specs=spec, out_specs=spec)
     moved, back = jax.jit(shard)(tokens)
     np.testing.assert_array_equal(moved, attention.layout.permute(tokens))
     np.testing.assert_array_equal(back, tokens)
@@ -163,16 +162,6 @@ def test_exchange_that_cannot_be_is_refused():
 
 
 # The silent errors of foreign code ------------------------------------------------------------
-
-
-def test_tokens_in_natural_order_are_right_on_one_axis():
-    """A trainer that shifts tokens after sharding, a model without positions: nothing to forget."""
-    ours = attention(balance="exchange")
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((3, 1, 32, 8, 4), np.float32)
-    out = jax.jit(ours)(*map(jnp.asarray, x))
-    expected = st.Attention(st.make_mesh(D(), devices=jax.devices()[:1]), causal=True)(*x)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def dense(query, key, value, window=None):

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import fake_cudnn
 import oracle
 import startrail_jax as st
+from attention_cases import make_attention
 from refusals import refused
 from startrail_jax import blocks
 from startrail_jax.blocks import cudnn
@@ -282,8 +283,8 @@ def test_pieces_of_every_device_and_round_hold_what_is_visible(kind, mask, ring,
 )
 def test_a_layer_with_a_window_is_few_calls(monkeypatch, layout, window, calls):
     monkeypatch.setattr(cudnn, "refusal", lambda request: None)
-    mesh = st.make_mesh(st.Degrees(ring=4), axis_type="auto", devices=jax.devices()[:4])
-    attention = st.Attention(mesh, window=window, layout=layout, backend="cudnn", exchange="sparse")
+    options = dict(window=window, layout=layout, backend="cudnn", exchange="sparse")
+    attention = make_attention(st.Degrees(ring=4), **options)
     x = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.bfloat16)
 
     def step(q, k, v):
@@ -363,12 +364,11 @@ def test_output_for_in_float16_keeps_small_gradients_of_lse(size):
 @pytest.mark.slow
 def test_gpu_blocks_under_x64_and_strict_promotion(monkeypatch, degrees):
     fake_cudnn.install(monkeypatch)
-    mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[:4])
     for backend, options in (
         ("cudnn", dict(causal=True, layout="contiguous")),
         ("tiled", dict(window=5)),
     ):
-        attention = st.Attention(mesh, backend=backend, **options)
+        attention = make_attention(degrees, backend=backend, **options)
         x = jnp.ones((1, 16, 2, 8), jnp.bfloat16)
 
         def step(x, attention=attention):
@@ -439,9 +439,7 @@ def test_auto_takes_cudnn_where_it_serves(changed):
 
 
 def test_attention_names_what_a_backend_lacks():
-    attention = st.Attention(
-        st.make_mesh(st.Degrees(), devices=jax.devices()[:1]), backend="cudnn", causal=True
-    )
+    attention = make_attention(st.Degrees(), backend="cudnn")
     x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
     with refused(UnsupportedError, "'cpu'"):
         attention(x, x, x)

@@ -10,8 +10,7 @@ import pytest
 from test_blocks_packed import tiles  # noqa: F401 - a fixture
 
 import fake_fa4
-import startrail_jax as st
-from attention_cases import Case, check, listed
+from attention_cases import Case, check, listed, make_attention
 from startrail_jax import Degrees, blocks
 from startrail_jax.blocks.base import Request
 from startrail_jax.masks import Causal, Full, Window
@@ -96,8 +95,7 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch):
 
 def test_explain_says_what_each_kernel_is(monkeypatch):
     fake_fa4.install(monkeypatch)
-    mesh = st.make_mesh(Degrees(ring=2), devices=jax.devices()[:2])
-    attention = st.Attention(mesh, causal=True, layout="zigzag", backend=("fa4", "auto"))
+    attention = make_attention(Degrees(ring=2), layout="zigzag", backend=("fa4", "auto"))
     sizes = dict(seq_len=4096, heads=8, kv_heads=2, head_dim=128, dtype="bfloat16")
     found = attention.explain(**sizes, packed=True, platform="cuda", capability=(9, 0))
     assert found.backend == "fa4"

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import startrail_jax as st
-from attention_cases import host_mesh, one_axis, or_causal
+from attention_cases import host_mesh, make_attention, one_axis, or_causal
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.analysis.messages import read_messages
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
@@ -27,6 +27,11 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # It also sends bfloat16 as float32, unless it is kept from that.
 SEND_BFLOAT16 = {"xla_disable_hlo_passes": "float-normalization-bf16"}
+
+
+# Options of an attention that `st.communication` takes too.
+OPTIONS = ("published", "backward", "inner", "head_chunks", "keep_gathered", "gradient_dtype")
+OPTIONS += ("exchange", "balance")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,28 +71,22 @@ class Setting:
 
     @functools.cached_property
     def attention(self):
-        names = ("causal", "mask", "published", "backward", "layout", "window")
-        names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype", "exchange")
-        names += ("balance",)
+        names = (*OPTIONS, "causal", "mask", "layout", "window")
         options = {name: getattr(self, name) for name in names}
         if self.one_axis:
             options |= one_axis(self.degrees)
             return st.Attention(host_mesh(self.degrees), **or_causal(options))
-        devices = jax.devices()[: self.degrees.num_devices]
-        return st.Attention(st.make_mesh(self.degrees, "explicit", devices), **or_causal(options))
+        return make_attention(self.degrees, "explicit", **options)
 
     def expected(self, **nodes):
-        names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim")
-        names += ("published", "backward", "packed")
-        names += ("inner", "head_chunks", "keep_gathered", "gradient_dtype", "exchange")
-        names += ("balance",)
+        names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim", "packed")
         return st.communication(
             self.degrees,
             dtype="float32",
             mask=self.attention.resolved_mask,
             layout=self.attention.layout,
             key_len=self.key_len if self.cross else None,
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*names, *OPTIONS)},
             **nodes,
         )
 

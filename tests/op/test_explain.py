@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from attention_cases import or_causal
+from attention_cases import make_attention
 from refusals import refused
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.blocks.visibility import Visibility
@@ -18,10 +18,7 @@ HOPPER = dict(platform="cuda", capability=(9, 0))
 
 
 def attention(degrees, **options):
-    devices = jax.devices()[: degrees.num_devices]
-    return st.Attention(
-        st.make_mesh(degrees, devices=devices), **{"layout": "zigzag", **or_causal(options)}
-    )
+    return make_attention(degrees, **{"layout": "zigzag", **options})
 
 
 @pytest.mark.slow
@@ -161,7 +158,7 @@ def test_a_mask_is_named_with_its_rounds():
 
 
 def test_an_abstract_mesh_may_be_asked_for_other_devices():
-    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2]).abstract_mesh
+    mesh = jax.sharding.AbstractMesh((2,), ("ring",))
     abstract = st.Attention(mesh, layout="zigzag", causal=True)
     assert abstract.explain(**SIZES).backend == "xla"
     assert abstract.explain(**SIZES, **HOPPER).backend == "cudnn"

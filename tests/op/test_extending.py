@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import startrail_jax as st
-from attention_cases import Case, check
+from attention_cases import Case, check, make_attention
 from startrail_jax import masks
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.base import Pair
@@ -46,8 +46,7 @@ class Strided(masks.Mask):
 @pytest.mark.parametrize("degrees", [st.Degrees(ring=4), st.Degrees.startrail(8, c=2)], ids=str)
 @pytest.mark.parametrize("exchange", ["rings", pytest.param("sparse", marks=pytest.mark.slow)])
 def test_a_mask_is_one_class(degrees, exchange):
-    mesh = st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices])
-    attention = st.Attention(mesh, mask=Strided(3), layout="zigzag", exchange=exchange)
+    attention = make_attention(degrees, mask=Strided(3), layout="zigzag", exchange=exchange)
     assert_exact(attention, seq_len=48, heads=2, head_dim=8)
 
 

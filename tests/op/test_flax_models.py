@@ -15,7 +15,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
-from attention_cases import relative_error
+from attention_cases import make_attention, relative_error
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 17, 24, 2, 6, 2, 4
 BATCH, SEQ_LEN = 4, 48
@@ -155,14 +155,13 @@ def test_complete_model_matches_its_dense_self(step, axis_type):
     with jax.default_matmul_precision("highest"):
         expected = step(dense_attention, ids[:, :-1], ids[:, 1:], np.arange(SEQ_LEN))
 
-        mesh = st.make_mesh(st.Degrees(data=2, team=2, ring=2), axis_type, jax.devices()[:8])
-        attention = st.Attention(mesh, causal=True)
+        attention = make_attention(st.Degrees(data=2, team=2, ring=2), axis_type)
         tokens, targets = attention.shard(ids[:, :-1], ids[:, 1:])
         positions = attention.layout.positions(SEQ_LEN)
         if axis_type == "auto":
             found = step(attention, tokens, targets, positions)
         else:
-            with jax.set_mesh(mesh):
+            with jax.set_mesh(attention.mesh):
                 spec = P(*attention.sequence_spec, None)
                 found = step(attention, tokens, targets, positions, embedding_spec=spec)
 

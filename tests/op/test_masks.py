@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from attention_cases import DENSE, PATTERNS
+from attention_cases import DENSE, PATTERNS, make_attention
 from refusals import refused
 from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import Tiling, tile_kinds, visible_tiles
@@ -307,10 +307,9 @@ def test_attentions_with_masks_of_nonsense_are_refused(options, named):
 
 
 def test_a_mask_needs_queries_and_keys_of_one_length():
-    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
     x, y = jnp.zeros((1, 8, 1, 4)), jnp.zeros((1, 16, 1, 4))
     with refused(InputError, size=4):
-        jax.eval_shape(st.Attention(mesh, mask=M.Chunked(4)), x, y, y)
+        jax.eval_shape(make_attention(st.Degrees(ring=2), mask=M.Chunked(4)), x, y, y)
 
 
 def test_windows_wider_than_integers_are_those_of_the_sequence():
@@ -323,9 +322,8 @@ def test_of_a_prefix_that_calls_give_every_pair_counts_that_may_be_visible():
         whole = combined.given(np.int32(72)).visible(np.arange(72)[:, None], np.arange(72))
         assert visible_pairs(combined, 72) == whole.sum()
     assert visible_pairs(M.Prefix() & M.Causal(), 72) == 72 * 73 // 2
-    mesh = st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2])
     x = jnp.ones((1, 8, 1, 4))
-    attention = st.Attention(mesh, mask=M.Window(2**31, 0))
+    attention = make_attention(st.Degrees(ring=2), mask=M.Window(2**31, 0))
     found = attention.decode(x[:, :1], x, x, jnp.array([[3]]))
     chex.assert_trees_all_close(found, x[:, :1])
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 import startrail_jax as st
-from attention_cases import Case, forward_and_backward, place
+from attention_cases import Case, forward_and_backward, make_attention, place
 from startrail_jax import masks
 
 D = st.Degrees
@@ -51,8 +50,7 @@ def test_padding_may_hold_anything(case):
 @pytest.mark.parametrize("degrees", [D(), D(group=2, ring=2, team=2)], ids=["one", "many"])
 def test_slots_that_were_never_written_may_hold_anything(degrees):
     """flash-attention#1745, #2374: fresh memory is not zero."""
-    mesh = st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices])
-    attention = st.Attention(mesh, causal=True, layout="contiguous")
+    attention = make_attention(degrees, layout="contiguous")
     rng = np.random.default_rng(0)
     query = rng.normal(size=(2, 3, 8, 7)).astype("f4")
     keys, values = (rng.normal(size=(2, 64, 2, width)).astype("f4") for width in (7, 11))
@@ -61,8 +59,7 @@ def test_slots_that_were_never_written_may_hold_anything(degrees):
 
     def decode(fill):
         cache = (np.where(used[..., None, None], x, np.float32(fill)) for x in (keys, values))
-        put = [jax.device_put(x, NamedSharding(mesh, attention.key_spec(2))) for x in cache]
-        return attention.decode(query, *put, positions)
+        return attention.decode(query, *attention.shard(*cache), positions)
 
     np.testing.assert_array_equal(decode(np.nan), decode(0))
 
@@ -80,9 +77,7 @@ def strict_cases():
 @pytest.mark.parametrize(("degrees", "mask", "exchange"), [*strict_cases()])
 def test_x64_and_strict_promotion(degrees, mask, exchange, packed):
     """jax#6059, jax#11186: int64 met int32. The gradient is traced, which finds all of these."""
-    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    settings = {"causal": True} if mask is None else {"mask": mask}
-    attention = st.Attention(mesh, exchange=exchange, **settings)
+    attention = make_attention(degrees, exchange=exchange, mask=mask)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         query = jax.ShapeDtypeStruct((2, 64, 4, 8), jnp.bfloat16)
         ids = jax.ShapeDtypeStruct((2, 64), jnp.int32) if packed else None
@@ -95,8 +90,7 @@ def test_x64_and_strict_promotion(degrees, mask, exchange, packed):
 
 def test_arrays_come_and_go_under_a_transfer_guard():
     """jax#25325: `shard` was an implicit transfer."""
-    mesh = st.make_mesh(D(team=2, ring=2), devices=jax.devices()[:4])
-    attention = st.Attention(mesh, causal=True)
+    attention = make_attention(D(team=2, ring=2))
     x = np.arange(2 * 15, dtype=np.int32).reshape(2, 15)
     with jax.transfer_guard("disallow"):
         np.testing.assert_array_equal(attention.unshard(attention.shard(x[:, :8])), x[:, :8])

@@ -14,6 +14,7 @@ from attention_cases import (
     check,
     forward_and_backward,
     host_mesh,
+    make_attention,
     natural,
     one_axis,
     place,
@@ -116,8 +117,7 @@ def test_one_axis_alone_is_ring_attention():
 def test_one_axis_decodes():
     degrees = st.Degrees(group=2, ring=2, head=2)
     attention = st.Attention(host_mesh(degrees, "auto"), causal=True, **one_axis(degrees))
-    mesh = st.make_mesh(degrees, devices=jax.devices()[:8])
-    several = st.Attention(mesh, causal=True, layout=attention.layout)
+    several = make_attention(degrees, layout=attention.layout)
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, n, 4, 8), np.float32) for n in (1, 32, 32))
     at = np.array([[20]], np.int32)
@@ -136,7 +136,7 @@ def test_rows_are_split_along_the_axis_too(degrees):
     attention = st.Attention(mesh, axis="context", degrees=degrees, **options)
     with refused(InputError, axis="context"):
         attention.sequence_spec  # noqa: B018
-    several = st.Attention(st.make_mesh(degrees, "auto", jax.devices()[:8]), **options)
+    several = make_attention(degrees, **options)
     rng = np.random.default_rng(0)
     query, key, value, dout = (
         rng.standard_normal((degrees.data, 24, n, 8), np.float32) for n in (4, 2, 2, 4)
@@ -187,7 +187,7 @@ def test_one_axis_refuses_what_does_not_fit():
         st.Attention(st.make_mesh(st.Degrees(team=4, ring=2), devices=eight), axis="ring")
     with refused(InputError, "degrees go with axis=, the axis of"):
         st.Attention(st.make_mesh(st.Degrees(ring=8), devices=eight), degrees=st.Degrees(team=8))
-    several = st.Attention(st.make_mesh(st.Degrees(ring=8), devices=eight), causal=True)
+    several = make_attention(st.Degrees(ring=8))
     teams = st.make_mesh(st.Degrees(team=4, ring=2), devices=eight)
     with refused(InputError, "degrees=None"):
         dataclasses.replace(several, mesh=teams)

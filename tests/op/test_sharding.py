@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
-from attention_cases import or_causal
+from attention_cases import make_attention
 from refusals import refused
 from startrail_jax.errors import InputError
 
@@ -19,8 +19,7 @@ DEGREES = st.Degrees(data=2, ring=2, tensor=2)
 
 
 def attention(degrees=DEGREES, axis_type="auto", **options):
-    mesh = st.make_mesh(degrees, axis_type, jax.devices()[: degrees.num_devices])
-    return st.Attention(mesh, **{"layout": "zigzag", **or_causal(options)})
+    return make_attention(degrees, axis_type, **{"layout": "zigzag", **options})
 
 
 def on_mesh(ours, x):

@@ -23,7 +23,7 @@ from attention_cases import (
     check,
     covering,
     forward_and_backward,
-    or_causal,
+    make_attention,
     place,
     relative_error,
 )
@@ -387,16 +387,11 @@ def test_an_exchange_over_a_thousand_devices_is_found_in_seconds():
     assert plan_sparse(M.BlockCausal(4096), Layout("zigzag", 1024), 2**20) is None
 
 
-def make(degrees, **options):
-    mesh = st.make_mesh(degrees, devices=jax.devices()[: degrees.num_devices])
-    return st.Attention(mesh, **or_causal(options))
-
-
 CALL = dict(seq_len=1024, heads=4, head_dim=8, dtype="float32")
 
 
 def test_auto_takes_what_receives_fewer_bytes():
-    attention = make(D.startrail(8, c=2), layout="zigzag", window=16)
+    attention = make_attention(D.startrail(8, c=2), layout="zigzag", window=16)
     said = attention.explain(**CALL)
     assert (said.exchange, said.moves) == ("sparse", (15, 15))
     assert "bytes with 'sparse'" in str(said)
@@ -405,7 +400,7 @@ def test_auto_takes_what_receives_fewer_bytes():
     )
     assert report.forward.received_bytes == 2 * 15 * 4 * 2 * 8 * 4
     # Ulysses trades heads, which are few bytes beside those of nearly all keys.
-    assert make(D.ulysses(4), window=900).explain(**CALL).exchange == "rings"
+    assert make_attention(D.ulysses(4), window=900).explain(**CALL).exchange == "rings"
 
 
 REFUSED = {
@@ -423,7 +418,7 @@ REFUSED = {
 def test_what_cannot_be_seen_goes_round_the_rings(name):
     """By name in `explain`; whoever asks for "sparse" gets an error."""
     options, call = REFUSED[name]
-    attention = make(D.startrail(8, c=2), **options)
+    attention = make_attention(D.startrail(8, c=2), **options)
     said = attention.explain(**CALL, **call)
     assert said.exchange == "rings"
     assert said.why
@@ -439,7 +434,7 @@ def test_what_cannot_be_seen_goes_round_the_rings(name):
 def test_where_all_is_seen_the_program_is_that_of_the_rings(options):
     texts = []
     for name in ("auto", "rings"):
-        attention = make(D.startrail(8, c=2), exchange=name, **options)
+        attention = make_attention(D.startrail(8, c=2), exchange=name, **options)
         shape = jax.ShapeDtypeStruct((1, 512, 4, 8), jnp.float32)
         loss = lambda *x, attend=attention: attend(*x).sum()  # noqa: E731
         texts.append(jax.jit(jax.grad(loss, (0, 1, 2))).lower(*[shape] * 3).as_text())

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
-from attention_cases import or_causal
+from attention_cases import make_attention
 from startrail_jax import testing
 from startrail_jax.testing import assert_exact, assert_model_exact, simulate_devices
 
@@ -24,8 +24,7 @@ PROBLEM = {"seq_len": 16, "heads": 4, "kv_heads": 2, "head_dim": 7, "value_head_
 
 
 def attention_on(degrees, axis_type="explicit", **options):
-    devices = jax.devices("cpu")[: degrees.num_devices]
-    return st.Attention(st.make_mesh(degrees, axis_type, devices), **or_causal(options))
+    return make_attention(degrees, axis_type, **options)
 
 
 def dense(query, key, value, *, segment_ids, return_lse, causal=True, window=16, scale=7**-0.5):
@@ -228,18 +227,19 @@ def test_coarse_rounding_fails_in_bfloat16():
 # A model -----------------------------------------------------------------------------------------
 
 SEQ_LEN, VOCABULARY, WIDTH = 16, 11, 8
+# Padding is 0.
+SEGMENTS = np.repeat(np.array([[1, 2], [2, 0]], np.int32), SEQ_LEN // 2, axis=1)
 
 
 @pytest.fixture(scope="module")
 def model():
-    """Parameters, tokens, targets, and segment ids whose padding is 0."""
+    """Parameters, tokens and targets."""
     rng = np.random.default_rng(0)
     sizes = {"embed": (VOCABULARY, WIDTH), "place": (SEQ_LEN, WIDTH), "query": (WIDTH, 2, 3)}
     sizes |= {"key": (WIDTH, 1, 3), "value": (WIDTH, 1, 5), "out": (2, 5, VOCABULARY)}
     params = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
     ids = rng.integers(0, VOCABULARY, (2, SEQ_LEN + 1)).astype(np.int32)
-    segments = np.repeat(np.array([[1, 2], [2, 0]], np.int32), SEQ_LEN // 2, axis=1)
-    return params, ids[:, :-1], ids[:, 1:], segments
+    return params, ids[:, :-1], ids[:, 1:]
 
 
 def loss_of(
@@ -273,7 +273,10 @@ MODELS = {
     "full": (
         st.Degrees(head=2),
         {"causal": False},
-        {"mask": np.arange(SEQ_LEN).reshape(1, 1, 1, -1) > 3, "bias": np.float32([[[[0.5]]]])},
+        {
+            "mask": np.arange(SEQ_LEN).reshape(1, 1, 1, -1) > 3,
+            "bias": np.full((1, 1, SEQ_LEN, SEQ_LEN), 0.5, "f4"),
+        },
     ),
     "slopes": (st.Degrees(tensor=2), {}, {"slopes": np.array([0.5, 0.25], np.float32)}),
 }
@@ -283,15 +286,12 @@ MODELS = {
 @pytest.mark.slow_except_every(2)
 def test_model_passes(name, model):
     degrees, options, given = MODELS[name]
-    params, *batch = model
-    if "bias" in given:
-        given = given | {"bias": np.broadcast_to(given["bias"], (1, 1, SEQ_LEN, SEQ_LEN))}
     attention = attention_on(degrees, "auto", **options)
-    batch = batch if name == "documents" else batch[:2]
-    assert_model_exact(attention, functools.partial(loss_of, **given), params, *batch)
+    segments = [SEGMENTS] if name == "documents" else []
+    assert_model_exact(attention, functools.partial(loss_of, **given), *model, *segments)
 
 
-def test_model_on_explicit_axes_passes(model):
+def test_model_on_explicit_axes_passes():
     def loss(attention, scale, query, segments):
         out, lse = attention(
             query * scale, query, query, segment_ids=(segments, segments), return_lse=True
@@ -300,7 +300,7 @@ def test_model_on_explicit_axes_passes(model):
 
     query = np.random.default_rng(0).normal(size=(2, SEQ_LEN, 2, 3)).astype(np.float32)
     attention = attention_on(st.Degrees(team=2), layout="zigzag", padding_id=0)
-    assert_model_exact(attention, loss, np.float32(1.5), query, model[-1])
+    assert_model_exact(attention, loss, np.float32(1.5), query, SEGMENTS)
 
 
 def next_of(tokens):
@@ -334,16 +334,16 @@ def test_model_that_goes_by_memory_fails_in_zigzag_order(name, model):
     params = params | {"value": params["value"][:, :, :3], "out": params["out"][:, :3]}
     attention = attention_on(st.Degrees(team=2), "auto", layout="zigzag")
     with pytest.raises(AssertionError, match=r"layout='zigzag'\. Look for .* positions"):
-        assert_model_exact(attention, BY_MEMORY[name], params, *batch[:2])
+        assert_model_exact(attention, BY_MEMORY[name], params, *batch)
     contiguous = dataclasses.replace(attention, layout="contiguous")
-    assert_model_exact(contiguous, BY_MEMORY[name], params, *batch[:2])
+    assert_model_exact(contiguous, BY_MEMORY[name], params, *batch)
 
 
 def test_arrays_that_were_not_ordered_fail(model):
     params, *batch = model
     attention = attention_on(st.Degrees(team=2), "auto", layout="zigzag")
     with pytest.raises(AssertionError, match=r"Look for .*shard did not order"):
-        assert_model_exact(attention, lambda a, p: loss_of(a, p, *batch[:2]), params)
+        assert_model_exact(attention, lambda a, p: loss_of(a, p, *batch), params)
 
 
 def test_gradient_that_differs_is_named(model):
@@ -351,24 +351,21 @@ def test_gradient_that_differs_is_named(model):
         factor = 1.01 if attention.layout.kind == "zigzag" else 1.0
         return loss_of(attention, params | {"key": leaking(params["key"], factor)}, *batch)
 
-    params, *batch = model
     attention = attention_on(st.Degrees(team=2), "auto", layout="zigzag")
     message = r"^the gradient of params\['key'\] must be .* to 2e-05 .* difference of 0\.01,"
     with pytest.raises(AssertionError, match=message):
-        assert_model_exact(attention, loss, params, *batch[:2])
-    assert_model_exact(attention, loss, params, *batch[:2], tolerance=0.02)
+        assert_model_exact(attention, loss, *model)
+    assert_model_exact(attention, loss, *model, tolerance=0.02)
 
 
 def test_loss_that_is_not_a_number_fails(model):
-    params, *batch = model
     attention = attention_on(st.Degrees(), "auto")
     with pytest.raises(AssertionError, match=r"a loss of nan instead of nan"):
-        assert_model_exact(attention, lambda *x: jnp.nan * loss_of(*x), params, *batch[:2])
+        assert_model_exact(attention, lambda *x: jnp.nan * loss_of(*x), *model)
 
 
 def test_loss_that_calls_no_attention_fails(model):
     """An attention that a jit of the model's own remembers, and one that is a static argument."""
-    params, *batch = model
     attention = attention_on(st.Degrees(team=2), "auto")
     current = []
 
@@ -381,10 +378,10 @@ def test_loss_that_calls_no_attention_fails(model):
         return remembering(params, *batch)
 
     with pytest.raises(AssertionError, match=r"got a loss that called none\. .*clear_caches"):
-        assert_model_exact(attention, loss, params, *batch[:2])
+        assert_model_exact(attention, loss, *model)
     told = jax.jit(loss_of, static_argnums=0)
     for _ in range(2):
-        assert_model_exact(attention, told, params, *batch[:2])
+        assert_model_exact(attention, told, *model)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +397,6 @@ def test_loss_that_calls_no_attention_fails(model):
     ],
 )
 def test_what_a_model_may_not_do_raises(given, error, message, model, monkeypatch):
-    params, *batch = model
     attention = attention_on(st.Degrees(team=2), "auto")
 
     def loss(attention, params, *batch):
@@ -415,7 +411,7 @@ def test_what_a_model_may_not_do_raises(given, error, message, model, monkeypatc
 
     monkeypatch.setattr(testing, "MAX_LOGITS", given.get("limit", testing.MAX_LOGITS))
     with pytest.raises(error, match=message):
-        assert_model_exact(attention, loss, params, *batch[:2])
+        assert_model_exact(attention, loss, *model)
 
 
 def test_model_with_lengths_of_calls_or_without_devices_raises(model):
