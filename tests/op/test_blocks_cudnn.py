@@ -241,8 +241,11 @@ def test_pieces_of_a_window_hold_every_visible_pair_once():
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
     "mask",
-    [Causal(), *(Window(x - 1, 0) for x in (1, 2, 5, 8, 9, 21))]
-    + [*map(BlockCausal, (2, 5, 8, 12, 27))],
+    [
+        Causal(),
+        *(Window(x - 1, 0) for x in (1, 2, 5, 8, 9, 21)),
+        *map(BlockCausal, (2, 5, 8, 12, 27)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(
