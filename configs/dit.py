@@ -3,11 +3,7 @@
 from pathlib import Path
 
 from trainer.config import OptimizerConfig
-from trainer.dit.config import (
-    DiffusionConfig,
-    DiTConfig,
-    DiTTrainConfig,
-)
+from trainer.dit.config import DiffusionConfig, DiTConfig, DiTTrainConfig
 
 
 def dit_digits() -> DiTTrainConfig:

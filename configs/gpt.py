@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.gpt.config import (
@@ -68,19 +69,14 @@ def gpt_3b() -> GPTTrainConfig:
     """
     return _long_context(
         "gpt_3b",
-        GPTConfig(
-            vocab_size=50_304,
-            width=4096,
-            layers=16,
-            heads=32,
-            kv_heads=32,
-            head_dim=128,
-            mlp_width=16_384,
-            mlp="gelu",
-            tied_head=True,
-            rope=RopeConfig(bases=(500_000.0,)),
-            dtype="bfloat16",
-        ),
+        vocab_size=50_304,
+        width=4096,
+        layers=16,
+        heads=32,
+        kv_heads=32,
+        mlp_width=16_384,
+        mlp="gelu",
+        tied_head=True,
     )
 
 
@@ -92,17 +88,12 @@ def gpt_7b() -> GPTTrainConfig:
     """
     return _long_context(
         "gpt_7b",
-        GPTConfig(
-            vocab_size=32_000,
-            width=4096,
-            layers=32,
-            heads=32,
-            kv_heads=32,
-            head_dim=128,
-            mlp_width=11_008,
-            rope=RopeConfig(bases=(500_000.0,)),
-            dtype="bfloat16",
-        ),
+        vocab_size=32_000,
+        width=4096,
+        layers=32,
+        heads=32,
+        kv_heads=32,
+        mlp_width=11_008,
     )
 
 
@@ -112,18 +103,7 @@ def llama3_8b() -> GPTTrainConfig:
     Command: `python train.py llama3_8b --data.path FOLDER --data.tokenizer tokenizer.json`.
     """
     return _long_context(
-        "llama3_8b",
-        GPTConfig(
-            vocab_size=128_256,
-            width=4096,
-            layers=32,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            mlp_width=14_336,
-            rope=RopeConfig(bases=(500_000.0,)),
-            dtype="bfloat16",
-        ),
+        "llama3_8b", gpt_7b().model, vocab_size=128_256, kv_heads=8, mlp_width=14_336
     )
 
 
@@ -135,8 +115,7 @@ def llama3_8b_1m() -> GPTTrainConfig:
     node needs 0.6 TB of host memory.
     """
     rope = RopeConfig(bases=(500_000.0,), scaling="llama3", factor=64.0, original_length=8192)
-    model = replace(llama3_8b().model, norm_eps=1e-5, rope=rope)
-    return _million_tokens("llama3_8b_1m", model)
+    return _million_tokens("llama3_8b_1m", llama3_8b().model, norm_eps=1e-5, rope=rope)
 
 
 def qwen3_8b_1m() -> GPTTrainConfig:
@@ -148,20 +127,14 @@ def qwen3_8b_1m() -> GPTTrainConfig:
     """
     return _million_tokens(
         "qwen3_8b_1m",
-        GPTConfig(
-            vocab_size=151_936,
-            width=4096,
-            layers=36,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            mlp_width=12_288,
-            qk_norm=True,
-            rope=RopeConfig(
-                bases=(1_000_000.0,), scaling="yarn", factor=32.0, original_length=32_768
-            ),
-            dtype="bfloat16",
-        ),
+        vocab_size=151_936,
+        width=4096,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        mlp_width=12_288,
+        qk_norm=True,
+        rope=RopeConfig(bases=(1_000_000.0,), scaling="yarn", factor=32.0, original_length=32_768),
     )
 
 
@@ -173,22 +146,19 @@ def qwen3_5_9b_1m() -> GPTTrainConfig:
     """
     return _million_tokens(
         "qwen3_5_9b_1m",
-        GPTConfig(
-            vocab_size=248_320,
-            width=4096,
-            layers=32,
-            heads=16,
-            kv_heads=4,
-            head_dim=256,
-            mlp_width=12_288,
-            qk_norm=True,
-            attention_gate=True,
-            norm_offset=True,
-            mixers=("linear", "linear", "linear", "attention"),
-            linear=LinearConfig(heads=32, key_heads=16, key_dim=128),
-            rope=RopeConfig(bases=(10_000_000.0,), channels=64),
-            dtype="bfloat16",
-        ),
+        vocab_size=248_320,
+        width=4096,
+        layers=32,
+        heads=16,
+        kv_heads=4,
+        head_dim=256,
+        mlp_width=12_288,
+        qk_norm=True,
+        attention_gate=True,
+        norm_offset=True,
+        mixers=("linear", "linear", "linear", "attention"),
+        linear=LinearConfig(heads=32, key_heads=16, key_dim=128),
+        rope=RopeConfig(bases=(10_000_000.0,), channels=64),
     )
 
 
@@ -201,22 +171,13 @@ def qwen3_30b_a3b_1m() -> GPTTrainConfig:
     """
     config = _million_tokens(
         "qwen3_30b_a3b_1m",
-        GPTConfig(
-            vocab_size=151_936,
-            width=2048,
-            layers=48,
-            heads=32,
-            kv_heads=4,
-            head_dim=128,
-            mlp_width=768,
-            qk_norm=True,
-            feed_forwards=("experts",),
-            experts=ExpertsConfig(count=128, top_k=8, width=768),
-            rope=RopeConfig(
-                bases=(1_000_000.0,), scaling="yarn", factor=32.0, original_length=32_768
-            ),
-            dtype="bfloat16",
-        ),
+        qwen3_8b_1m().model,
+        width=2048,
+        layers=48,
+        kv_heads=4,
+        mlp_width=768,
+        feed_forwards=("experts",),
+        experts=ExpertsConfig(count=128, top_k=8, width=768),
     )
     # Heads of keys are few: devices exchange them.
     return replace(config, attention=AttentionConfig())
@@ -231,7 +192,8 @@ def gpt_oss_20b_128k() -> GPTTrainConfig:
     rope = RopeConfig(
         bases=(150_000.0,), scaling="yarn", factor=32.0, original_length=4096, truncate=False
     )
-    model = GPTConfig(
+    config = _long_context(
+        "gpt_oss_20b_128k",
         vocab_size=201_088,
         width=2880,
         layers=24,
@@ -247,22 +209,20 @@ def gpt_oss_20b_128k() -> GPTTrainConfig:
         feed_forwards=("experts",),
         experts=ExpertsConfig(count=32, top_k=4, width=2880, activation="clamped", biases=True),
         rope=rope,
-        dtype="bfloat16",
     )
-    return replace(
-        _long_context("gpt_oss_20b_128k", model),
-        optimizer=OptimizerConfig(learning_rate=1e-5),
-        seq_len=131_072,
-    )
+    return replace(config, optimizer=OptimizerConfig(learning_rate=1e-5), seq_len=131_072)
 
 
-def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
+def _long_context(name: str, like: GPTConfig | None = None, **sizes: Any) -> GPTTrainConfig:
     """Common part of the large recipes: one sequence of 512K tokens, and settings that save memory.
 
     Documents are not masked: cuDNN's kernels know no documents on GPUs older than Hopper.
     """
+    usual: dict[str, Any] = dict(
+        head_dim=128, rope=RopeConfig(bases=(500_000.0,)), dtype="bfloat16"
+    )
     return GPTTrainConfig(
-        model=model,
+        model=replace(like, **sizes) if like else GPTConfig(**usual | sizes),
         optimizer=OptimizerConfig(learning_rate=3e-4, final_learning_rate=3e-5),
         data=DataConfig(mask_documents=False),
         steps=10_000,
@@ -277,10 +237,10 @@ def _long_context(name: str, model: GPTConfig) -> GPTTrainConfig:
     )
 
 
-def _million_tokens(name: str, model: GPTConfig) -> GPTTrainConfig:
+def _million_tokens(name: str, like: GPTConfig | None = None, **sizes: Any) -> GPTTrainConfig:
     """Training that goes on from a pretrained model, with one sequence of 1,048,576 tokens."""
     return replace(
-        _long_context(name, model),
+        _long_context(name, like, **sizes),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         attention=AttentionConfig(head_chunks=4),
         remat="attention_saved",

@@ -88,25 +88,13 @@ def _to_restructured_text(app, what, name, obj, options, lines: list[str]) -> No
                 result += ["::", ""]
                 is_code = True
             result.append(line if is_code else _escape(line))
-    lines[:] = result
+    # Of an attribute, Napoleon takes words before a colon for a type, in its first line alone.
+    is_attribute = what in ("attribute", "data", "property")
+    lines[:] = ["..", "", *result] if is_attribute else result
 
 
 def _is_prose(line: str) -> bool:
     return not re.match(r"\s|\* |- |:|\.\.", line)
-
-
-_of_attributes: dict[str, list[str]] = {}
-
-
-def _keep(app, what, name, obj, options, lines: list[str]) -> None:
-    if what in ("attribute", "data", "property"):
-        _of_attributes[name] = list(lines)
-
-
-def _restore(app, what, name, obj, options, lines: list[str]) -> None:
-    """Undoes Napoleon on attributes, where it takes the words before a colon for a type."""
-    if not any(line.startswith(":raises") for line in lines):
-        lines[:] = _of_attributes.pop(name, lines)
 
 
 class _Verbatim(str):
@@ -142,6 +130,4 @@ def _as_in_source(app, what, name, obj, options, signature, returns) -> tuple[st
 def setup(app) -> None:
     # Napoleon, which reads sections such as "Args:", has priority 500.
     app.connect("autodoc-process-docstring", _to_restructured_text, priority=300)
-    app.connect("autodoc-process-docstring", _keep, priority=400)
-    app.connect("autodoc-process-docstring", _restore, priority=600)
     app.connect("autodoc-process-signature", _as_in_source)
