@@ -5,14 +5,11 @@
 
 import equinox
 import jax
-import jax.numpy as jnp
-import numpy as np
-from compare import Result, compare, packed_rows, simulated_mesh
+from compare import Result, compare, packed_features, simulated_mesh, squared_error, visible
 
 HEADS = 8
-mesh = simulated_mesh("context")
-ids = packed_rows(2)[3]
-x, y = np.random.default_rng(0).standard_normal((2, *ids.shape, 64), np.float32)
+mesh = simulated_mesh()
+x, y, ids = packed_features()
 layer = equinox.nn.MultiheadAttention(HEADS, 64, key=jax.random.key(0))
 
 
@@ -35,11 +32,10 @@ def run(attention, dtype, x, y, ids):
             lambda z: z.astype(dtype) if equinox.is_array(z) else z, (layer, x)
         )
         if attention is None:
-            same = (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, :, None]
-            out = jax.vmap(layer)(x_, x_, x_, same & jnp.tri(ids.shape[1], dtype=bool))
+            out = jax.vmap(layer)(x_, x_, x_, visible(ids))
         else:
             out = attend(layer, attention, x_, ids)
-        return (((out - y) * (ids > 0)[..., None]) ** 2).mean(), out
+        return squared_error(out, y, ids), out
 
     (loss, out), gradients = equinox.filter_jit(
         equinox.filter_value_and_grad(loss_of, has_aux=True)
@@ -48,4 +44,4 @@ def run(attention, dtype, x, y, ids):
 
 
 if __name__ == "__main__":
-    compare(run, (x, y, ids), mesh=mesh, axis="context", valid=ids > 0, causal=True)
+    compare(run, (x, y, ids), mesh=mesh, valid=ids > 0)

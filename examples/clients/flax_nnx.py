@@ -5,21 +5,18 @@
 
 import functools
 
-import numpy as np
-from compare import Result, compare, packed_rows, simulated_mesh
+from compare import Result, compare, packed_features, simulated_mesh, squared_error, visible
 from flax import nnx
 
-mesh = simulated_mesh("context")
-ids = packed_rows(2)[3]
-x, y = np.random.default_rng(0).standard_normal((2, *ids.shape, 64), np.float32)
+mesh = simulated_mesh()
+x, y, ids = packed_features()
 
 
 def run(attention, dtype, x, y, ids):
     layer = nnx.MultiHeadAttention(8, 64, decode=False, dtype=dtype, rngs=nnx.Rngs(0))
     mask = None
     if attention is None:
-        same = nnx.make_attention_mask(ids, ids, lambda a, b: (a == b) & (a > 0), dtype=bool)
-        mask = nnx.combine_masks(nnx.make_causal_mask(ids, dtype=bool), same)
+        mask = visible(ids)[:, None]
     else:
         # The change:
         layer.attention_fn = functools.partial(attention, segment_ids=ids, padding_id=0)
@@ -27,7 +24,7 @@ def run(attention, dtype, x, y, ids):
 
     def loss_of(layer, mask, x, y, ids):
         out = layer(x, mask=mask)
-        return (((out - y) * (ids > 0)[..., None]) ** 2).mean(), out
+        return squared_error(out, y, ids), out
 
     (loss, out), gradients = nnx.jit(nnx.value_and_grad(loss_of, has_aux=True))(
         layer, mask, x, y, ids
@@ -36,4 +33,4 @@ def run(attention, dtype, x, y, ids):
 
 
 if __name__ == "__main__":
-    compare(run, (x, y, ids), mesh=mesh, axis="context", valid=ids > 0, causal=True)
+    compare(run, (x, y, ids), mesh=mesh, valid=ids > 0)

@@ -24,7 +24,7 @@ from maxtext.configs import pyconfig
 from maxtext.layers.attention_op import AttentionOp
 from maxtext.utils import model_creation_utils
 
-simulated_mesh("context")
+simulated_mesh()
 dense = AttentionOp.apply_attention
 batch = packed_rows(128)
 ids = batch[3]
@@ -113,4 +113,4 @@ def run(attention, dtype, tokens, targets, positions, ids):
 
 
 if __name__ == "__main__":
-    compare(run, batch, mesh=mesh, axis="context", valid=ids > 0, causal=True)
+    compare(run, batch, mesh=mesh, valid=ids > 0)

@@ -9,12 +9,12 @@ loss is one that gets shifted targets.
 
 import jax
 import jax.numpy as jnp
-from compare import Result, compare, cross_entropy, packed_rows, simulated_mesh
+from compare import Result, compare, cross_entropy, packed_rows, simulated_mesh, visible
 from flax import nnx
 from tunix.models.llama3 import model as llama3
 from tunix.sft.peft_trainer import _default_loss_fn
 
-mesh = simulated_mesh("context")
+mesh = simulated_mesh()
 dense = llama3.Attention.block
 tokens, targets, positions, ids = packed_rows(97)
 config = llama3.ModelConfig(
@@ -50,8 +50,7 @@ def run(attention, dtype, tokens, targets, positions, ids, counts):
     nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
     if attention is None:
         llama3.Attention.block = dense
-        same = (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, :, None]
-        mask = same & jnp.tri(ids.shape[1], dtype=bool)
+        mask = visible(ids)
     else:
         adapted(attention)
         mask = ids
@@ -70,4 +69,4 @@ if __name__ == "__main__":
     counts = ids > 0  # The targets that the trainer counts.
     counts = jnp.pad(counts[:, 1:], ((0, 0), (0, 1)))
     batch = tokens, targets, positions, ids, counts
-    compare(run, batch, mesh=mesh, axis="context", valid=ids > 0, causal=True)
+    compare(run, batch, mesh=mesh, valid=ids > 0)
