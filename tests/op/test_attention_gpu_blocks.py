@@ -6,6 +6,7 @@ from itertools import cycle
 from unittest import mock
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from attention_cases import (
 )
 from startrail_jax import Degrees
 from startrail_jax.blocks import tiled
+from startrail_jax.masks import BlockCausal
 
 # Errors over those of one kernel call for the whole sequence. It rounds probabilities and results;
 # we round parts and their sum, and of outputs also what a team sends. Small problems scatter.
@@ -129,20 +131,18 @@ def test_windows_on_cudnn_match_oracle(case):
 @pytest.mark.parametrize("documents", [1, 3])
 def test_documents_and_padding_of_blocks_match_plain_xla(documents, layout):
     """Kernels serve one document with padding behind it, and tiles serve several."""
-    degrees, tokens = Degrees(ring=2, team=2), 4 * 14
-    mesh = st.make_mesh(degrees, devices=jax.devices()[:4])
+    tokens = 4 * 14
     ids = np.repeat(np.arange(documents + 1), -(-tokens // (documents + 1)))[None, :tokens]
     ids = np.where(ids == documents, -1, ids).astype(np.int32)
     rng = np.random.default_rng(0)
-    arrays = (rng.normal(size=(1, tokens, 2, 16)).astype(np.float32) for _ in range(3))
+    arrays = [rng.normal(size=(1, tokens, 2, 16)).astype(np.float32) for _ in range(3)]
     found = []
     for backend in ("cudnn", "xla"):
-        attention = st.Attention(
-            mesh, mask=st.masks.BlockCausal(9), layout=layout, backend=backend, exchange="rings"
+        attention = make_attention(
+            Degrees(ring=2, team=2), mask=BlockCausal(9), layout=layout, backend=backend
         )
-        given = attention.shard(*arrays) if not found else given
         attend = functools.partial(attention, segment_ids=attention.shard(ids))
-        out, pull = jax.vjp(jax.jit(attend), *given)
+        out, pull = jax.vjp(jax.jit(attend), *attention.shard(*arrays))
         found.append([attention.unshard(x) for x in (out, *pull(out))])
     chex.assert_trees_all_close(*found, rtol=2e-6, atol=2e-6)
 
