@@ -12,8 +12,8 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -160,7 +160,9 @@ class DiTBlock(nnx.Module):
             condition: conditioning vector of each row, from which modulations are projected.
             segment_ids: segment of each token.
         """
-        return self.image(x, condition, partial(self.attention_fn, segment_ids=segment_ids))
+        return self.image(
+            x, condition, functools.partial(self.attention_fn, segment_ids=segment_ids)
+        )
 
 
 class DiTStream(nnx.Module):
