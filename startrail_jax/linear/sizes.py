@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 _FLOAT32 = 4
 
@@ -43,6 +43,7 @@ class Cut:
         return min(max(1, AT_ONCE // rows), self.groups)
 
 
+@runtime_checkable
 class RuleSizes(Protocol):
     """What sizes follow from of a `startrail_jax.linear.rules.StateRule`."""
 
