@@ -116,7 +116,7 @@ TokenRuns = tuple[tuple[int, int, int], ...]
 
 
 MOST_BLOCKS = 64
-"""Blocks of a query unit under a block-causal mask, at most: each is a kernel call."""
+"""Length of a query unit under a block-causal mask, at most, in blocks: each is a kernel call."""
 
 
 def period(mask: Mask, tokens: int) -> int | None:

@@ -1,8 +1,8 @@
 """Which keys of one unit the queries of another see.
 
 A `Visibility` describes the pair by positions and segment ids; no array over the whole sequence
-squared exists. Blocks turn it into kernel calls: `pieces.py` cuts some masks into
-rectangles and squares, `tiles.py` cuts any mask into tiles.
+squared exists. Blocks turn it into kernel calls: `pieces.py` cuts some masks into rectangles and
+squares, `tiles.py` cuts any mask into tiles.
 """
 
 from __future__ import annotations

@@ -549,8 +549,9 @@ class ModelSizes:
     def _pairs(self, window: int | None, seq_len: int) -> int:
         """Pairs of a query and a key that the mask of a layer shows in a sequence."""
         if not self.causal:
-            whole, rest = divmod(seq_len, self.block or seq_len)
-            return whole * (whole + 1) // 2 * (seq_len - rest) ** 2 // whole**2 + rest * seq_len
+            block = self.block or seq_len
+            whole, rest = divmod(seq_len, block)
+            return whole * (whole + 1) // 2 * block**2 + rest * seq_len
         # The first queries of a window see fewer keys than the others.
         window = min(window or seq_len, seq_len)
         return window * (window + 1) // 2 + (seq_len - window) * window

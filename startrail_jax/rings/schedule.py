@@ -225,15 +225,11 @@ def run_cases(
         counted from the period in which the first query lies: int32 [ways, runs]. The index of the
         set of each way, int32 [ways]; and the sets.
     """
-    mask = schedule.mask.within(seq_len)
-    step = period(mask, schedule.query_runs(seq_len, 0, 0).tokens)
-    assert step is not None
     distances = ring_offsets(schedule, seq_len)[1:] if distance is None else (distance,)
     if not distances:
         return np.zeros((0, 0), np.int32), np.zeros(0, np.int32), ()
-    query, key = schedule.units_that_meet(seq_len, distances)
-    first = query.starts[0] // step * step
-    starts = np.stack([x - first for x in (*query.starts, *key.starts)], -1)
+    mask, (query, key) = schedule.mask.within(seq_len), schedule.units_that_meet(seq_len, distances)
+    starts = np.stack(_from_period(mask, query, key), -1)
     ways = np.unique(starts.reshape(-1, starts.shape[-1]), axis=0)
     found = []
     for way in ways.tolist():
@@ -254,8 +250,14 @@ def _case_of_runs(
     ways, index, cases = run_cases(schedule, seq_len, distance)
     if len(cases) == 1:
         return 0, cases
-    step = period(schedule.mask.within(seq_len), queries.tokens) or 1
-    first = queries.starts[0] // step * step
-    starts = [jnp.asarray(x - first) for x in (*queries.starts, *keys.starts)]
+    starts = [*map(jnp.asarray, _from_period(schedule.mask.within(seq_len), queries, keys))]
     way = (ways == jnp.stack(starts)[None]).all(-1).argmax()
     return jnp.asarray(index)[way], cases
+
+
+def _from_period(mask: Mask, queries: Runs, keys: Runs) -> list[Any]:
+    """The starts of all runs, counted from the period in which the first query lies."""
+    step = period(mask, queries.tokens)
+    assert step is not None
+    first = queries.starts[0] // step * step
+    return [x - first for x in (*queries.starts, *keys.starts)]

@@ -133,6 +133,8 @@ def test_blocks_of_frames_see_no_later_block():
     less = (75**2 - pairs) / 75 * 12 * IN_BLOCKS.model.layers * IN_BLOCKS.model.width
     of_all = make_program(st.Degrees(), whole).objective.flops_per_token
     assert of_all - objective.flops_per_token == pytest.approx(less)
+    longer = dataclasses.replace(IN_BLOCKS, block_frames=6)
+    assert make_program(st.Degrees(), longer).objective.flops_per_token == of_all
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,9 @@ class DenoiserTrainConfig(TrainConfig):
     def attention_of_model(self) -> dict[str, Any]:
         from startrail_jax.masks import BlockCausal
 
-        return {"mask": BlockCausal(self.block_tokens)} if self.block_tokens else {}
+        if not self.block_tokens:
+            return {"causal": False}
+        return {"causal": None, "mask": BlockCausal(self.block_tokens)}
 
     @property
     def num_tokens(self) -> int:

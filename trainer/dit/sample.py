@@ -89,8 +89,7 @@ def program_to_draw(
     Args:
         rows: examples that are drawn at a time; rounded up to a multiple of the data degree.
     """
-    options: dict[str, Any] = config.attention_of_model or {"causal": False}
-    attention = st.Attention(session.mesh, **options)
+    attention = st.Attention(session.mesh, **config.attention_of_model)
     data = attention.degrees.data
     for_drawing = dataclasses.replace(
         config,

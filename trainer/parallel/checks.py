@@ -21,8 +21,8 @@ def make_attention(
     mesh: Mesh | AbstractMesh, config: TrainConfig, objective: Objective
 ) -> Attention:
     """The attention of a run on a mesh."""
-    options = config.attention_of_model | config.attention.options
-    return Attention(mesh, causal=None if "mask" in options else objective.causal, **options)
+    causal: dict[str, Any] = {"causal": objective.causal}
+    return Attention(mesh, **causal | config.attention_of_model | config.attention.options)
 
 
 def make_partition(
@@ -56,13 +56,7 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
     check_heads(degrees, config.model.heads, config.model.kv_heads)
     kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
     check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
-    check_linear_heads(degrees.tensor, config.model)
-    backend = config.attention.linear_backend
-    if backend != "xla" and "linear" not in getattr(config.model, "layer_mixers", ()):
-        raise InputError(
-            "attention.linear_backend needs layers of linear attention; got "
-            f"linear_backend={backend!r} and a model without any. Leave it out."
-        )
+    check_linear(degrees.tensor, config)
     if config.zero and partition.replicas and not partition.zero:
         raise InputError(
             f"zero={config.zero} needs an axis of degree above 1 among zero_axes; got "
@@ -71,14 +65,19 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
         )
 
 
-def check_linear_heads(tensor: int, model: Any) -> None:
-    """Raises a ValueError unless `tensor` divides the heads of linear attention, if a model has it.
+def check_linear(tensor: int, config: TrainConfig) -> None:
+    """Raises a ValueError unless settings of linear attention fit a model.
 
-    Where there are fewer key heads than devices, some devices share one.
+    `tensor` must divide its heads; where there are fewer key heads than devices, some share one.
     """
-    if "linear" not in getattr(model, "layer_mixers", ()):
-        return
-    heads, key_heads = (model.linear_sizes[name] for name in ("heads", "key_heads"))
+    if "linear" not in getattr(config.model, "layer_mixers", ()):
+        if config.attention.linear_backend == "xla":
+            return
+        raise InputError(
+            "attention.linear_backend needs layers of linear attention; got linear_backend="
+            f"{config.attention.linear_backend!r} and a model without any. Leave it out."
+        )
+    heads, key_heads = (config.model.linear_sizes[name] for name in ("heads", "key_heads"))
     if heads % tensor or (key_heads % tensor and tensor % key_heads):
         raise InputError(
             "mesh.tensor must divide the heads of linear attention, and divide its key heads or "

@@ -68,8 +68,10 @@ def export_wan(
     check_new("OUT", out)
     check_merge(config, run_dir, merge=merge)
     if config.block_frames:
-        note("WARNING: pipelines of diffusers attend to all frames, and this model does not: "
-             f"block_frames={config.block_frames}")  # fmt: skip
+        note(
+            "WARNING: pipelines of diffusers attend to all frames, and this model does not: "
+            f"block_frames={config.block_frames}"
+        )
     apart = config.freezes and not merge
     kept = run_dir / KEPT_FOLDER / TYPES
     types = read_object(kept) if kept.is_file() and dtype is None else {}
