@@ -26,20 +26,15 @@ PADDING = -1
 
 
 class TokenBatch(NamedTuple):
-    """A batch in layout order, or some of its rows; on the host or on devices.
-
-    T is a length that the layout can hold. Tokens after the last one of a sequence have no weight,
-    and the segment id `PADDING`.
-    """
+    """A batch in layout order, or some of its rows; T is a length that the layout can hold. Tokens
+    after the last one of a sequence have no weight, and the segment id `PADDING`."""
 
     tokens: Int32[np.ndarray | Array, "B T"]
-    """Token ids."""
     targets: Int32[np.ndarray | Array, "B T"]
     """The token after each of `tokens`."""
     positions: Int32[np.ndarray | Array, "B T"]
-    """Position of each token in its document, or in its row if documents are not masked. The
-    positions of a document that began before the row count from the start of the row, and those of
-    a piece of a document from the start of the piece."""
+    """Position of each token in its document, or in its row if documents are not masked. It counts
+    from the start of the row, or of a piece, if the document began before."""
     segment_ids: Int32[np.ndarray | Array, "B T"] | None
     """Number of the token's document in the row, from 0; None if documents are not masked."""
     weights: Float32[np.ndarray | Array, "B T"]
@@ -51,7 +46,6 @@ class TextDataset(Dataset):
     """The data of a language model."""
 
     corpus: Corpus
-    """All tokens, and the way back to text."""
 
     @classmethod
     def of(cls, corpus: Corpus, **others: Any) -> TextDataset:
@@ -64,12 +58,7 @@ class Sequences:
     """The sequences of several streams, by their number: a `trainer.data.dataset.Source`."""
 
     def __init__(self, streams: Sequence[Stream], seq_len: int):
-        """Counts the sequences.
-
-        Args:
-            streams: the tokens; no sequence crosses from one stream to the next.
-            seq_len: T. A sequence has T + 1 tokens; the last of them also starts the next sequence.
-        """
+        """No sequence crosses streams; each has `seq_len` + 1 tokens, the last also in the next."""
         self._streams = tuple(streams)
         self._seq_len = seq_len
         counts = [max(len(stream) - 1, 0) // seq_len for stream in self._streams]
@@ -113,16 +102,10 @@ def next_token_batch(
     begins_too: bool = False,
     longest: int | None = None,
 ) -> TokenBatch:
-    """A batch, in layout order, from sequences of T + 1 tokens.
-
-    Args:
-        sequences: one for each row. After its last token, it may have `PADDING`.
-        end_of_document: the token that ends a document; None if every row is one.
-        begins_too: whether it also begins each document. The last one of several in front of
-            another token is then a beginning, and so is one with which a sequence begins.
-        longest: largest number of tokens of a document, which is cut into pieces of this length;
-            None to cut nothing.
-    """
+    """A batch, in layout order, from sequences of T + 1 tokens, which `PADDING` may follow.
+    `end_of_document` is None if every row is one document. If it also begins documents, the last of
+    several in front of another token is a beginning, and so is one with which a sequence begins.
+    Documents of more than `longest` tokens are cut into pieces of that length."""
     tokens, targets = (x.astype(np.int32) for x in (sequences[:, :-1], sequences[:, 1:]))
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     segment_ids, weights = None, (targets != PADDING).astype(np.float32)
@@ -146,10 +129,8 @@ def next_token_batch(
 
 def in_layout_order(batch: TokenBatch, layout: Layout) -> TokenBatch:
     """A batch in natural order, filled up to a length that the layout can hold, in its order.
-
     Without segment ids nothing marks the padding for attention: no token before sees it, as the
-    model is causal, and what it computes itself has no weight.
-    """
+    model is causal, and what it computes itself has no weight."""
     length = batch.tokens.shape[1]
     missing = ((0, 0), (0, layout.padded_length(length) - length))
 

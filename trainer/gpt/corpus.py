@@ -62,7 +62,6 @@ class Stream:
     offset: int = 0
     """Number of tokens of the file before these."""
     vocab_size: int
-    """Number of token ids that the model knows."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -90,7 +89,6 @@ class Corpus:
     train: tuple[Stream, ...]
     """Tokens to train on: one stream of all text, or one stream for each file of tokens."""
     held_out: tuple[Stream, ...]
-    """Tokens that training never sees."""
     end_of_document: int | None
     """Token that ends every document; None if every file is a single document."""
     unit: str
@@ -106,12 +104,8 @@ class Corpus:
 
 
 def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = None) -> Corpus:
-    """Opens what `config` names; by default, the source of the Python standard library.
-
-    Args:
-        cache: folder for the tokens that a tokenizer makes of text, unless `config.cache` names
-            one. The default is to keep them in memory.
-    """
+    """Opens what `config` names; by default, the source of the Python standard library. Tokens of
+    text are kept in `config.cache`, else in the folder `cache`, else in memory."""
     end = config.end_of_document
     if end is not None and end >= vocab_size:
         raise InputError(

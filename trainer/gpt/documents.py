@@ -63,12 +63,8 @@ def text_documents(
     *,
     begins_too: bool = False,
 ) -> TokenDocuments:
-    """The documents of streams of tokens, which one token ends.
-
-    Args:
-        end_of_document: the token that ends a document; None if every stream is one.
-        begins_too: whether that token also begins each document, as for `next_token_batch`.
-    """
+    """The documents of streams, which `end_of_document` ends and may also begin; if it is None,
+    every stream is one document."""
     found = [
         _pieces(stream, number, _ends(stream, end_of_document, begins_too), longest)
         for number, stream in enumerate(streams)

@@ -49,15 +49,11 @@ class Text:
     files: Files
     """Files to train on, and to hold out from if there is no `validation`."""
     validation: Files | None
-    """Files to hold out."""
     digests: Mapping[str, str]
     """The SHA-256 of each of `files`."""
     validation_digests: Mapping[str, str]
-    """That of each of `validation`."""
     config: DataConfig
-    """What to read."""
     tokenizer: TextTokenizer
-    """Turns text into tokens."""
 
     @property
     def digest(self) -> str:
@@ -75,10 +71,8 @@ class Text:
 
     @cached_property
     def holds_out_ends(self) -> bool:
-        """Whether the end of every document is held out, and not whole documents.
-
-        That is so of a single text file, and where no whole document is held out or none is left.
-        """
+        """Whether the end of every document is held out, and not whole documents: those of a single
+        text file, or where no whole document would be held out or none would be left."""
         if self.validation is not None:
             return False
         keys: Iterator[str]
@@ -126,7 +120,6 @@ class EncodedPart:
     tokens: Integer[np.ndarray, " tokens"]
     """The tokens, mapped into memory."""
     documents: int
-    """Number of documents."""
     largest: int
     """The largest of the tokens."""
     sha256: str | None
@@ -134,11 +127,7 @@ class EncodedPart:
 
 
 def encode(text: Text, cache: Path | None) -> tuple[EncodedPart, EncodedPart]:
-    """The tokens to train on and those held out.
-
-    Args:
-        cache: folder in which they are kept for later runs; None to keep them for this one.
-    """
+    """The tokens to train on and those held out; the folder `cache`, if given, keeps them."""
     with filled_folder(cache, text.key, lambda x: encode_to_folder(text, x)) as (folder, sums):
         return read_encoded(folder, sums)
 
@@ -169,11 +158,7 @@ def encode_to_folder(text: Text, folder: Path) -> None:
 def read_encoded(
     folder: Path, sums: Mapping[str, str] | None = None
 ) -> tuple[EncodedPart, EncodedPart]:
-    """What `encode_to_folder` wrote, mapped into memory.
-
-    Args:
-        sums: the SHA-256 of each file, by its name, if it is known.
-    """
+    """What `encode_to_folder` wrote, mapped into memory; `sums`: file name -> SHA-256, if known."""
     try:
         about = json.loads((folder / ABOUT_FILE).read_text())
         train, held_out = (
@@ -267,11 +252,9 @@ def _cut_in_two(parts: Iterable[Document], cut: int) -> Iterator[tuple[bool, Doc
 
 
 def share_of_key(key: str) -> float:
-    """A number in [0, 1) that follows from the hash of a document's key, and looks random.
-
-    It is ordered by the remainder of the hash divided by 20. So a share of 1/20 holds out every
-    document whose hash is divisible by 20, and a smaller share holds out some of those.
-    """
+    """A number in [0, 1) that follows from the hash of a document's key, and looks random. It is
+    ordered by the remainder of the hash divided by 20: a share of 1/20 holds out every document
+    whose hash is divisible by 20, and a smaller share some of those."""
     quotient, remainder = divmod(zlib.crc32(key.encode(errors="surrogateescape")), 20)
     return (remainder + quotient * 20 / 2**32) / 20
 
@@ -308,11 +291,7 @@ def check_lengths(
     validation: Files | None,
     config: DataConfig,
 ) -> None:
-    """Raises if there is nothing to train on, or nothing is held out.
-
-    Args:
-        validation: the files that are held out; None for a fraction of the others.
-    """
+    """Raises if there is nothing to train on, or nothing is held out."""
     for length, source in zip(lengths, (files, validation), strict=True):
         if source is not None and not (length if validation else sum(lengths)):
             raise InputError(

@@ -1,10 +1,9 @@
 """Generation of text: prefill, then decode, with a KV cache that is sharded as the sequence.
 
-Prefill runs the prompts through the model as sequences are in training, and keeps their keys and
-values in the cache, and the states of linear attention behind them. Each decode step runs one new
-token of every prompt, which attends to the cache (`Attention.decode`) and changes the states. Both
-run as the program of each device (`ShardedModel`), with the weights of training where they lie. The
-tokens that are drawn depend on seed, row and position, and not on the mesh.
+Prefill runs the prompts as training runs sequences, and keeps keys, values and the states of linear
+attention. Each decode step runs one new token of every prompt (`Attention.decode`). Both run as the
+program of each device (`ShardedModel`), with the weights of training where they lie. The tokens
+that are drawn depend on seed, row and position, and not on the mesh.
 """
 
 from __future__ import annotations
@@ -44,14 +43,8 @@ class Generator:
     def __init__(
         self, config: GPTTrainConfig, attention: Attention, sampling: Sampling, *, zero: int
     ) -> None:
-        """Prepares the functions; each is compiled when it is first called.
-
-        Args:
-            attention: causal attention, on a mesh with the axes of `startrail_jax.make_mesh`.
-            zero: ZeRO level of the weights that the generator is called with, over
-                `config.zero_axes`. At level 3 each layer gathers its weights for every token; at
-                levels 1 and 2 all are gathered once.
-        """
+        """Takes causal attention, and the ZeRO level of the weights over `config.zero_axes`. At 3,
+        each layer gathers its weights for every token; at 1 and 2, all are gathered once."""
         mesh: Any = attention.mesh
         model = config.model
         check_heads(attention.degrees, model.heads, model.kv_heads)
@@ -92,16 +85,8 @@ class Generator:
         end_of_document: int | None = None,
         stops: Sequence[int] = (),
     ) -> Iterator[tuple[int | None, ...]]:
-        """Continues all prompts at once.
-
-        Args:
-            prompts: token ids, at least one for each prompt; prompts may differ in length.
-            end_of_document: the token after which a row ends; None if no token ends it.
-
-        Yields:
-            The next token of each prompt, `num_tokens` times or until all rows have ended. It is
-            None for a row that has ended, from the token on that ended it.
-        """
+        """Continues all prompts, which may differ in length: yields the next token of each, up to
+        `num_tokens` times. It is None for a row that has ended, from the token on that ended it."""
         for prompt in prompts:
             self.check_prompt(prompt)
         ends = [*stops] if end_of_document is None else [end_of_document, *stops]
@@ -203,14 +188,11 @@ class Generator:
 
     @property
     def _cache_specs(self) -> dict[str, Any]:
-        """PartitionSpecs of the caches of all layers.
-
-        Those of attention are keys and values [layers, B, S, heads, head_dim]. Where there are
-        fewer key heads than devices along `tensor`, each device has a copy of the heads it needs,
-        and the copies count as heads. Those of linear attention are states [layers, devices, B,
-        heads, key_dim, value_dim] and the inputs of convolutions before the next token, [layers,
-        devices, B, tokens, channels]: each device along the sequence has a copy.
-        """
+        """PartitionSpecs of the caches of all layers: keys and values [layers, B, S, heads,
+        head_dim], states of linear attention [layers, devices, B, heads, key_dim, value_dim], and
+        inputs of its convolutions before the next token [layers, devices, B, tokens, channels].
+        Each device along the sequence has a copy of the last two. With fewer key heads than devices
+        along `tensor`, each device has the heads it needs, and these copies count as heads."""
         data, sequence = self.attention.sequence_spec
         tensor = self.attention.query_spec(self._config.heads)[2]
         of_keys = PartitionSpec(None, *self.attention.query_spec(self._config.heads))

@@ -1,7 +1,4 @@
-"""Low-rank adapters of a run as PEFT has them.
-
-PEFT is the library of Hugging Face for adapters.
-"""
+"""Low-rank adapters of a run as PEFT, the library of Hugging Face for adapters, has them."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ _FUSED, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 def peft_config(
     config: GPTTrainConfig, base: GPTConfig | None, family: str, *, note: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """The adapter_config.json of a run.
-
-    Args:
-        base: the model of the folder that it names; None if that is not known.
-    """
+    """The adapter_config.json of a run; `base` is the model of the folder it names, if known."""
     if config.init_from is None:
         raise InputError(
             "Adapters are exported for the pretrained model of a run; got a run without init_from,"
@@ -96,11 +89,8 @@ def _adapted(
     model: GPTConfig, family: str, targets: Collection[str]
 ) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """The adapted projections by their names in transformers: modules, such as "q_proj", and
-    parameters.
-
-    In a model with experts, PEFT takes modules gate_proj, up_proj and down_proj for the experts.
-    Their weights, as parameters, are those of other layers too.
-    """
+    parameters. In a model with experts, PEFT takes modules gate_proj, up_proj and down_proj for the
+    experts; their weights, as parameters, are those of other layers too."""
     modules: dict[str, set[str]] = {}
     parameters: dict[str, set[str]] = {}
     for part, table in tables(model, family).items():
@@ -123,10 +113,8 @@ def peft_tensors(
     arrays: Mapping[str, Any], dtype: Any, model: GPTConfig, family: str
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
-
-    Where several weights are rows of one tensor, their adapters are one of the sum of their ranks.
-    Those of experts are [experts * rank, inputs] and [outputs, rank * experts].
-    """
+    Where several weights are rows of one tensor, their adapters are one, of the sum of their ranks.
+    Those of experts are [experts * rank, inputs] and [outputs, rank * experts]."""
     found = {}
     for part, table in tables(model, family).items():
         layers = layers_of(part, model.layer_mixers, model.layer_feed_forwards)
@@ -159,10 +147,7 @@ def peft_tensors(
 def _of_experts(
     arrays: Mapping[str, Any], part: str, place: int, model: GPTConfig, family: str
 ) -> dict[str, Shaped[np.ndarray, "rows columns"]]:
-    """The adapters of all experts of one layer.
-
-    PEFT wraps a parameter around the one before it.
-    """
+    """The adapters of all experts of one layer. PEFT wraps a parameter around the one before it."""
 
     def pair(name: str) -> list[Any] | None:
         found = [arrays.get(f"{part}/mlp/expert_{name}/{kind}") for kind in ADAPTERS]
@@ -196,10 +181,8 @@ def _outputs(model: GPTConfig, rows: Sequence[str]) -> list[int]:
 def _joined(
     pairs: Sequence[Any], outputs: Sequence[int], groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The matrices [inputs, rank] and [rank, outputs] of one layer, of those of all its rows.
-
-    A projection without adapters has None; what is added to it is 0.
-    """
+    """The matrices [inputs, rank] and [rank, outputs] of one layer, joined from those of its rows.
+    A projection without adapters is None, and adds 0."""
     adapted = [pair for pair in pairs if pair is not None]
     matrices = [[as_matrix(x, kind) for x, kind in zip(x, ADAPTERS, strict=True)] for x in adapted]
     if len(pairs) == 1:

@@ -95,12 +95,9 @@ def template_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) ->
 
 
 def stops_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) -> tuple[int, ...]:
-    """The tokens at which the pretrained model of a run stops elsewhere; none without one.
-
-    Args:
-        path: the tokenizer.json of the sample, if there is one. In that of another model, the ids
-            are other tokens.
-    """
+    """The tokens at which the pretrained model of a run stops elsewhere; none without one. If
+    `path`, the tokenizer.json of the sample, is that of another model, there are none: its ids are
+    other tokens."""
     if config.init_from is None:
         return ()
     folder = kept_folder(run_dir)
@@ -144,13 +141,8 @@ def prompt_tokens(
     session: Session,
     template: ChatTemplate | None = None,
 ) -> Integer[np.ndarray, " prompt"]:
-    """The tokens to continue; without a prompt, a new line, as nanoGPT does.
-
-    Without a prompt, the program does not wait silently for standard input.
-
-    Args:
-        template: makes a conversation of the prompt; None to continue it as it is.
-    """
+    """The tokens to continue, as a conversation if there is a template. Without a prompt, a new
+    line as in nanoGPT: the program does not wait silently for standard input."""
     given = options.prompt is not None or options.prompt_file is not None
     if given or sys.stdin is None or not sys.stdin.isatty():
         text = _read_prompt(options)
@@ -203,17 +195,10 @@ def continue_text(
     *,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[str, str]:
-    """The start of the held-out data, and how the model continues it.
-
-    Args:
-        interrupted: is called before every token, equally often on all processes; if it returns
-            True, the text ends there.
-
-    Returns:
-        Prompt and continuation, as text, or as token ids if the text of a token is not known. Each
-        has `config.sample_length` tokens; fewer if the sequence is too short, a document ends, or
-        the program is interrupted.
-    """
+    """The start of the held-out data, and how the model continues it, as text, or as ids if their
+    text is not known. Each has `config.sample_length` tokens, or fewer if the sequence is too short
+    or a document ends. `interrupted` is called before every token, equally often on all processes;
+    if it returns True, the text ends there."""
     config: Any = program.config
     attention = dataclasses.replace(program.attention, window=attention_of(config.model)["window"])
     sampling = Sampling(temperature=config.temperature, seed=config.seed)

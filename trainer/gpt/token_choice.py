@@ -17,20 +17,10 @@ LEAST_TEMPERATURE = 1e-30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen.
-
-    Tokens are sorted by their probabilities softmax(logits / temperature), largest first; of tokens
-    with equal probabilities the smaller id comes first. `top_k` keeps the first k tokens. The
-    probabilities of these are divided by their sum, and `top_p` keeps the fewest first tokens whose
-    probabilities add up to at least p. One of the kept tokens is drawn, with a probability
-    proportional to its own.
-
-    References:
-        top_p: nucleus sampling, https://arxiv.org/abs/1904.09751
-
-    Raises:
-        ValueError: if a value is out of its range.
-    """
+    """How a token is drawn, by its probability softmax(logits / temperature). `top_k` keeps the k
+    likeliest tokens, of equally likely ones those with the smaller ids. Of these, normalised again,
+    `top_p` keeps the fewest likeliest that add up to at least p: nucleus sampling,
+    https://arxiv.org/abs/1904.09751."""
 
     temperature: float = 1.0
     """Divisor of the logits; 0, or less than 1e-30, takes the likeliest token."""
@@ -69,10 +59,8 @@ class Sampling:
 
 
 def kept_tokens(logits: Float32[Array, " vocab"], sampling: Sampling) -> Bool[Array, " vocab"]:
-    """Whether each token is one that `sampling` chooses from.
-
-    At temperature 0 this is the likeliest token, or the smallest id of several likeliest ones.
-    """
+    """Whether each token may be chosen. At temperature 0 only the likeliest may, of several the one
+    with the smallest id."""
     if sampling.is_greedy:
         return jnp.arange(logits.size) == jnp.argmax(logits)
     order = jnp.argsort(logits, descending=True, stable=True)

@@ -46,12 +46,7 @@ class ByteTokenizer:
     """What the tokens of a text depend on, beside `end_of_document`."""
 
     def __init__(self, *, end_of_document: int | None, vocab_size: int):
-        """Checks that the vocabulary is large enough.
-
-        Args:
-            end_of_document: token that ends a document; None for the byte 0. It may be 256 or more
-                if the vocabulary is large enough.
-        """
+        """`end_of_document`: None for the byte 0; 256 or more if the vocabulary has room for it."""
         self.end_of_document = NUL if end_of_document is None else end_of_document
         if vocab_size < 256:
             raise InputError(
@@ -59,7 +54,6 @@ class ByteTokenizer:
                 f"vocab_size={vocab_size}. Use --model.vocab-size 256, or give --data.tokenizer."
             )
         self.dtype = np.min_scalar_type(self.num_ids - 1)
-        """The data type of encoded tokens."""
 
     @property
     def num_ids(self) -> int:
@@ -101,10 +95,8 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer, without the tokens that it puts around texts.
-
-    If a text contains the name of the token that ends a document, it is encoded as that token.
-    """
+    """A Hugging Face tokenizer, without the tokens that it puts around texts. In a text, the name
+    of the token that ends a document becomes that token."""
 
     unit = "token"
 
@@ -116,13 +108,7 @@ class FileTokenizer:
         begin_of_document: int | None = None,
         vocab_size: int,
     ):
-        """Reads the file.
-
-        Args:
-            end_of_document: token that ends a document; None for the first of
-                `END_OF_DOCUMENT_NAMES` in the vocabulary.
-            begin_of_document: token that is put in front of every document; None for none.
-        """
+        """`end_of_document`: None for the first of `END_OF_DOCUMENT_NAMES` in the vocabulary."""
         self._path = path
         self._vocab_size = vocab_size
         self._begin = begin_of_document
@@ -141,7 +127,6 @@ class FileTokenizer:
                 "--data.end-of-document."
             )
         self.dtype = np.min_scalar_type(self.num_ids - 1)
-        """The data type of encoded tokens."""
 
     @property
     def num_ids(self) -> int:
@@ -174,14 +159,9 @@ class FileTokenizer:
         return tokens
 
     def encode_parts(self, examples: Sequence[Document]) -> list[CountedTokens]:
-        """Tokens of each text, with the one that ends a document if it asks for that.
-
-        A token counts if any of its characters is in a part that counts; so does the token at the
-        end.
-
-        Returns:
-            For each example its tokens, and whether each one counts.
-        """
+        """Tokens of each text, with the one that ends a document if it asks for that, and whether
+        each counts: if any of its characters is in a part that counts, or if it is the one at the
+        end."""
         texts, tokenizer = [example.text for example in examples], self._tokenizer
         # Some post-processors take spaces away from the offsets; they change no token here.
         processor, tokenizer.post_processor = tokenizer.post_processor, None
@@ -203,10 +183,8 @@ class FileTokenizer:
         return encoded
 
     def _first(self, ids: Sequence[int], document: Document) -> list[int]:
-        """What is put in front of the tokens of a document; nothing if they begin with it.
-
-        An empty document gets nothing either: the model would learn to end a text at once.
-        """
+        """What is put in front of a document's tokens; nothing if they begin with it, or if there
+        are none, as the model would learn to end a text at once."""
         has_text_before = document.offset or document.context
         is_empty = not ids and document.is_last
         if self._begin is None or has_text_before or is_empty or ids[:1] == [self._begin]:
@@ -252,13 +230,10 @@ def load_transformers(what: str, path: Path | str) -> Any:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a file, which gives the ids that the file says.
-
-    Args:
-        path: a file that tokenizers or transformers wrote. If its name is `TOKENIZER`, the special
-            tokens, the chat template and the settings of its folder count too, but not the class
-            that they name: transformers would make a tokenizer of that class anew.
-    """
+    """The tokenizer of a file that tokenizers or transformers wrote, with the ids that the file
+    says. If its name is `TOKENIZER`, the special tokens, chat template and settings of its folder
+    count too, but not the class that they name: transformers would make a tokenizer of that class
+    anew."""
     with _library_errors(path, "Give the file that lies beside the weights of the model."):
         path.open().close()
         files = path.parent.iterdir() if path.name == TOKENIZER else [path]
@@ -290,14 +265,8 @@ def beginning_of(path: Path) -> int | None:
 
 
 def check_tokenizer_of_model(path: Path, vocab_size: int, begin: int | None) -> str:
-    """Compares the tokenizer of a pretrained model, if it has one, with the model.
-
-    Args:
-        begin: token with which every document of the run begins; None for none.
-
-    Returns:
-        What the log must say of it; empty if nothing.
-    """
+    """Compares the tokenizer of a pretrained model, if it has one, with the model, and returns what
+    the log must say of it. `begin` is the token with which every document of the run begins."""
     if not path.is_file():
         return ""
     tokenizer = load_tokenizer(path).backend_tokenizer
@@ -344,11 +313,8 @@ def _digest(tokenizer: Any) -> str:
 
 @contextmanager
 def _library_errors(path: Path, way_out: str) -> Iterator[None]:
-    """Turns errors of the packages into errors that name the file.
-
-    They raise plain exceptions; and where the code of tokenizers fails, which a file can bring
-    about, a `PanicException`, which is no `Exception`.
-    """
+    """Turns errors of the packages into errors that name the file. They raise plain exceptions and,
+    where the code of tokenizers fails, a `PanicException`, which is no `Exception`."""
     try:
         yield
     except BaseException as error:

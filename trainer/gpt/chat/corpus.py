@@ -1,7 +1,6 @@
 """The data of a run whose loss counts answers only: rows to train on, and rows held out.
 
-Tokens are written as they are made, so that the memory that this takes does not grow with the
-number of examples.
+Tokens are written as they are made: the memory does not grow with the number of examples.
 """
 
 from __future__ import annotations
@@ -61,13 +60,8 @@ VECTORS = {"tokens": None, "counted": np.dtype(np.uint8), "ends": np.dtype(np.in
 def open_examples(
     config: DataConfig, layout: Layout, *, vocab_size: int, seq_len: int, cache: Path
 ) -> TextDataset:
-    """Opens the JSONL files or tables that `config` names.
-
-    Args:
-        config: what to read; its `loss_on` is "completion".
-        cache: folder for the tokens that a tokenizer makes of text, unless `config.cache` names
-            one.
-    """
+    """Opens the JSONL files or tables of a config whose `loss_on` is "completion". Tokens that a
+    tokenizer makes of text are kept in `config.cache`, or else in `cache`."""
     files, validation = find_parts(config)
     check_effects(config, files, validation)
     for found in filter(None, (files, validation)):
@@ -181,10 +175,8 @@ def _assign(
 
 
 def _largest_share(text: Text, template: ChatTemplate | None) -> float:
-    """The largest `share_of_key` of the examples that are held out.
-
-    Where `held_out` gives all examples to one part, one example is held out.
-    """
+    """The largest `share_of_key` of the examples that are held out. Where `held_out` gives all
+    examples to one part, one example is held out."""
     shares, found = [], set()
     largest = math.nextafter(text.config.validation_fraction, 0)
     for example in read_examples(text.files, template, text.config.ignored_keys):

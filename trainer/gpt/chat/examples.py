@@ -36,11 +36,7 @@ def read_examples(
     on_read: Callable[[int], None] = lambda size: None,
 ) -> Iterator[Document]:
     """The examples of JSONL files or tables, in order, as documents of which some parts count.
-
-    Args:
-        template: turns messages into text; None if there is none.
-        on_read: is told of every number of bytes of the files that are read.
-    """
+    `on_read` is told of every number of bytes of the files that are read."""
     for record in read_records(files, on_read, without=ignored):
         fields = {key: x for key, x in record.fields.items() if x is not None}
         example = replace(record, fields=fields)

@@ -48,11 +48,7 @@ class PackedExamples:
     def __init__(
         self, part: EncodedExamples, seq_len: int, *, name: str, longest: int | None = None
     ) -> None:
-        """Decides which examples share a row.
-
-        Args:
-            longest: largest number of tokens of an example; None for T.
-        """
+        """Decides which examples share a row; one has at most `longest` tokens, T by default."""
         self._part = part
         self._length = seq_len + 1
         most, flag = (self._length, "seq_len") if longest is None else (longest, "longest_document")
@@ -69,7 +65,6 @@ class PackedExamples:
         """Number of tokens of each example in the rows."""
         self._firsts = _first_of_rows(np.cumsum(self.lengths), self._length)
         self.share_of_padding = 1 - self.lengths.sum() / max(len(self) * self._length, 1)
-        """Fraction of the tokens of all rows that are padding."""
         lost = sum(np.count_nonzero(self._counted(i)[most:]) for i in cut)
         lost += sum(np.count_nonzero(self._counted(i, most)) for i in useless)
         self.num_counted = int(np.count_nonzero(part.counted)) - lost
@@ -134,11 +129,7 @@ def _first_of_rows(
 def collate_rows(
     rows: list[Row], numbers: list[int], *, layout: Layout, mask_documents: bool
 ) -> TokenBatch:
-    """A batch of rows, in layout order.
-
-    Args:
-        mask_documents: whether a token attends only to its own example.
-    """
+    """A batch in layout order; with `mask_documents`, a token attends only to its own example."""
     tokens, counted, examples = (np.stack(x) for x in zip(*rows, strict=True))
     here, following = examples[:, :-1], examples[:, 1:]
     positions = np.broadcast_to(np.arange(here.shape[1], dtype=np.int32), here.shape)

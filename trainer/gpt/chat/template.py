@@ -1,11 +1,8 @@
 """Chat templates: how the messages of a conversation become one text, and what the assistant said.
 
 A template is a program in the language Jinja, which comes with a tokenizer. transformers runs it in
-Jinja's sandbox: it sees the messages and the special tokens, and reaches nothing else. A template
-that is made for that can still use up time and memory.
-
-References:
-    https://huggingface.co/docs/transformers/chat_templating
+Jinja's sandbox: it sees the messages and the special tokens, and reaches nothing else, but can
+still use up time and memory. See https://huggingface.co/docs/transformers/chat_templating.
 """
 
 from __future__ import annotations
@@ -47,18 +44,12 @@ Messages = Sequence[dict[str, Any]]
 
 
 class ChatTemplate:
-    """A Hugging Face chat template: what it makes of messages is what transformers makes of them.
-
-    The one difference is that `strftime_now` always tells `TODAY`.
-    """
+    """A Hugging Face chat template. It makes of messages what transformers makes of them, except
+    that `strftime_now` always tells `TODAY`."""
 
     def __init__(self, tokenizer: Any, source: str | None, *, name: str, tokens_of: str) -> None:
-        """Keeps the template.
-
-        Args:
-            source: the template; None for those of the tokenizer.
-            tokens_of: the file that may name special tokens, for errors; empty if there is one.
-        """
+        """`source` is None for the templates of the tokenizer; `tokens_of` is the file that may
+        name special tokens, for errors, and empty if there is one."""
         self._tokenizer = tokenizer
         self._source = source
         self._name = name
@@ -84,13 +75,8 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, tokenizer: Path, chosen: Path | None) -> ChatTemplate | None:
-        """The template in a file, or that of a tokenizer; None without any.
-
-        Args:
-            tokenizer: a tokenizer.json. Beside it may lie `CONFIG_FILE`, which names the special
-                tokens and may hold templates, and `TEMPLATE_FILE`.
-            chosen: a file with the template; None for that of the tokenizer.
-        """
+        """The template in the file `chosen`, or else that of a tokenizer.json, beside which may lie
+        `CONFIG_FILE`, with special tokens and templates, and `TEMPLATE_FILE`; None without any."""
         loaded = load_tokenizer(tokenizer)
         source = None if chosen is None else _read_text(chosen)
         if source is None and not loaded.chat_template:
@@ -102,15 +88,11 @@ class ChatTemplate:
     def render(
         self, messages: Messages, place: str, *, counted: Sequence[bool] = (), **variables: Any
     ) -> tuple[str, tuple[Span, ...]]:
-        """The text of a conversation, and the parts of it that the assistant says.
-
-        What the assistant says is what the template marks by `{% generation %}`. If it marks
-        nothing, it is what the template adds to the messages before and to the words that ask the
-        assistant to speak; that includes the token that ends its turn.
-
-        Args:
-            counted: whether each message counts if it is the assistant's; empty if all do.
-        """
+        """The text of a conversation, and the parts of it that the assistant says. These are what
+        the template marks by `{% generation %}`. If it marks nothing, they are what it adds to the
+        messages before and to the words that ask the assistant to speak, including the token that
+        ends a turn. `counted` says for each message whether it counts if it is the assistant's;
+        empty if all do."""
         source = self._source_for(variables.get("tools"), place)
         is_marked = bool(GENERATION.search(source))
         run = functools.partial(self._run, source, place=place, variables=variables)

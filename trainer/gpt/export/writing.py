@@ -76,16 +76,11 @@ def export_run(
     shard_bytes: int = SHARD_BYTES,
     note: Any = print,
 ) -> Exported:
-    """Writes the weights of a checkpoint; the folder appears only when it is whole.
-
-    Args:
-        step: the step of the checkpoint; None for the newest that is whole.
-        dtype: type of the weights; None for that of the model with which the run began, and else
-            float32, which adapters always have.
-        merge: whether to add adapters to the weights, instead of exporting them by themselves.
-        shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
-        note: is told what the user must know about the checkpoint.
-    """
+    """Writes the weights of a checkpoint, by default the newest whole one; the folder appears only
+    when it is whole. The default `dtype` is that of the pretrained model, or float32 without one;
+    adapters are always float32. They are exported by themselves unless `merge` adds them to the
+    weights. A file has at most `shard_bytes` of tensors, unless one tensor has more. `note` is told
+    what the user must know about the checkpoint."""
     check_new("OUT", out)
     kept = kept_folder(run_dir)
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
@@ -130,11 +125,9 @@ def export_run(
 
 
 def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:
-    """What is exported beside weights and config.json: name -> file.
-
-    The tokenizer is the one of the data, with what lies beside it: the model has learnt its ids.
-    Where that is the one of the pretrained model, or there is none, it is what the run has kept.
-    """
+    """What is exported beside weights and config.json: name -> file. The tokenizer is that of the
+    data, with what lies beside it: the model has learnt its ids. Where that is the one of the
+    pretrained model, or there is none, it is what the run has kept."""
     data = config.data
     found = {name: kept / name for name in KEPT}
     own = None if config.init_from is None else config.init_from / TOKENIZER
@@ -159,12 +152,8 @@ def _require_file(path: Path, name: str) -> None:
 
 
 def token_ids(config: GPTTrainConfig, tokenizer: Path | None, kept: Path) -> dict[str, int | None]:
-    """The special tokens of config.json, if the tokenizer is not the one that the model came with.
-
-    Args:
-        tokenizer: what is exported; None for none.
-        kept: the tokenizer that the model came with, which may not exist.
-    """
+    """The special tokens of config.json, if the exported tokenizer is not `kept`, the one that the
+    model came with, which may not exist."""
     if tokenizer is None or tokenizer == kept:
         return {}
     if kept.is_file() and kept.read_bytes() == tokenizer.read_bytes():
@@ -181,12 +170,7 @@ def token_ids(config: GPTTrainConfig, tokenizer: Path | None, kept: Path) -> dic
 def config_values(
     config: GPTTrainConfig, values: Mapping[str, Any] | None, dtype: str, *, note: Any = print
 ) -> dict[str, Any]:
-    """The config.json of a run.
-
-    Args:
-        values: config.json of the model with which it began; None if there was none. What the run
-            has not changed stays.
-    """
+    """The config.json of a run: that of its pretrained model, with what the run has changed."""
     model = config.model
     if values is None:
         found = to_values(model, length=config.seq_len, dtype=dtype)

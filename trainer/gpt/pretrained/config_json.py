@@ -316,12 +316,10 @@ def _require(key: str, value: Any, supported: Sequence[Any], name: str) -> None:
 
 
 def _check_layer_types(values: Mapping[str, Any], kind: str, name: str) -> None:
-    """Raises if layers are of a type that is not supported, or the family has no such types.
-
-    The layers of a Llama in transformers take no notice of windows, but its cache does, which then
+    """Raises if layers are of a type that is not supported, or the family has no such types. The
+    layers of a Llama in transformers take no notice of windows, but its cache does, which then
     forgets keys while it generates: unless `layer_types` says otherwise, `sliding_window` is that
-    of all.
-    """
+    of all."""
     size, types = values.get("sliding_window"), values.get("layer_types")
     second = SLIDING if FAMILIES[kind].linear is None else LINEAR
     if types is not None and (

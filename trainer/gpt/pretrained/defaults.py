@@ -30,10 +30,8 @@ IDS_OF_BYTES = range(256, 513)
 
 def pretrained(folder: Path) -> GPTTrainConfig:
     """Training that goes on from a pretrained model: the default of `train.py --init-from FOLDER`.
-
-    Command: `python train.py --init-from Qwen3-8B --data.path FOLDER`. It is not in the table of
-    recipes, since the model is that of the folder. The settings save memory and change no loss.
-    """
+    It is not in the table of recipes, since the model is that of the folder. The settings save
+    memory and change no loss."""
     described = read_description(folder)
     return GPTTrainConfig(
         model=described.model,
@@ -48,11 +46,8 @@ def pretrained(folder: Path) -> GPTTrainConfig:
 
 
 def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
-    """A config with the model of a folder, and without the tokenizer of another model.
-
-    The token in front of documents goes with the tokenizer, and so does the one that ends
-    completions.
-    """
+    """A config with the model of a folder, and without the tokenizer of another model, the token in
+    front of documents and the one that ends completions."""
     before, data = config.init_from, config.data
     if before is None or before.resolve() != folder.resolve():
         # Files of tokens name no tokenizer: what ends their documents stays.
@@ -62,12 +57,8 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
 
 
 def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainConfig:
-    """A config with the tokenizer of its pretrained model, if text needs one and none is given.
-
-    Args:
-        given: whether the user has chosen the tokenizer that it has. What comes from the config of
-            an earlier run is left out for data that are tokens, if it is that of the model.
-    """
+    """A config with the tokenizer of its pretrained model, if text needs one and none is given. For
+    data that are tokens, it is left out if an earlier run, and not the user, has chosen it."""
     if config.init_from is None:
         return config
     from trainer.data.files import holds_tokens
@@ -87,10 +78,8 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
 
 
 def with_vocabulary(config: GPTTrainConfig) -> GPTTrainConfig:
-    """A config whose model has as many tokens as its tokenizer has, or as the run that goes on.
-
-    A pretrained model keeps its own.
-    """
+    """A config whose vocabulary is that of its tokenizer or, in a run that goes on, the former one.
+    A pretrained model keeps its own."""
     path, former = config.data.tokenizer, config.run_dir / CONFIG_FILE
     if config.init_from is not None or path is None or not path.is_file():
         return config
@@ -106,13 +95,8 @@ def with_vocabulary(config: GPTTrainConfig) -> GPTTrainConfig:
 def with_beginning(
     config: GPTTrainConfig, *, given: bool, inherited: bool = False
 ) -> GPTTrainConfig:
-    """A config that begins documents as its pretrained model has always seen them.
-
-    Args:
-        given: whether the user has said how documents begin.
-        inherited: whether the tokenizer is that of the config.json of another run. How documents
-            begin is then inherited too: the two belong together.
-    """
+    """A config that begins documents as its pretrained model has always seen them, unless the user
+    has said how. An inherited tokenizer comes with how documents begin: the two belong together."""
     if config.init_from is None or given:
         return config
     tokenizer = config.data.tokenizer
@@ -125,14 +109,8 @@ def with_beginning(
 
 
 def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False) -> GPTTrainConfig:
-    """A config that ends completions as its pretrained model ends what it says.
-
-    Elsewhere the model stops at that token only.
-
-    Args:
-        given: whether the user has said what ends a document.
-        inherited: whether what ends one is that of the config.json of another run.
-    """
+    """A config that ends completions as its pretrained model ends what it says, unless what ends a
+    document is given or inherited. Elsewhere the model stops at that token only."""
     folder, tokenizer = config.init_from, config.data.tokenizer
     if folder is None or config.data.loss_on != "completion" or given or inherited:
         return config
@@ -147,10 +125,8 @@ def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False)
 
 
 def ending_of(path: Path) -> int | None:
-    """The token with which the model of a tokenizer ends what it says; None if no file names it.
-
-    It is the `eos_token` of the tokenizer; without one, the first of `eos_of`.
-    """
+    """The token with which the model of a tokenizer ends what it says: the `eos_token` of the
+    tokenizer, or else the first of `eos_of`."""
     from trainer.gpt.tokenizer import load_tokenizer
 
     found: int | None = load_tokenizer(path).eos_token_id
@@ -158,10 +134,8 @@ def ending_of(path: Path) -> int | None:
 
 
 def eos_of(folder: Path) -> tuple[int, ...]:
-    """The tokens at which a model stops elsewhere; none if no file of its folder names one.
-
-    As in transformers, generation_config.json comes before config.json.
-    """
+    """The tokens at which a model stops elsewhere; none if no file of its folder names one. As in
+    transformers, generation_config.json comes before config.json."""
     for path in (folder / GENERATION, folder / CONFIG):
         found: Any = read_object(path).get("eos_token_id") if path.is_file() else None
         ids: list[Any] = found if isinstance(found, list) else [found]
@@ -190,14 +164,7 @@ def kept_folder(run_dir: Path) -> Path:
 
 
 def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> Path | None:
-    """What a run keeps of a tokenizer that is gone with the folder of its pretrained model.
-
-    Args:
-        path: the tokenizer.json that is wanted. Of one that is not the model's, nothing is kept.
-
-    Returns:
-        The copy; None if there is none, or none is needed.
-    """
+    """The run's copy of `path`, if that is its pretrained model's tokenizer.json and is gone."""
     copy = run_dir / KEPT_FOLDER / TOKENIZER
     if path is None or config.init_from is None or path != config.init_from / TOKENIZER:
         return None

@@ -21,12 +21,10 @@ https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-fina
 
 
 def with_experts(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """The tensors under the names that a model of this program has.
-
-    Qwen3.5 is published with one tensor [experts, 2 * hidden, width] for the gates and the
-    projections up of all experts, and transformers writes one for each. gpt-oss is published in
-    MXFP4, of which transformers makes [experts, width, 2 * hidden].
-    """
+    """The tensors under the names that a model of this program has. Qwen3.5 is published with one
+    tensor [experts, 2 * hidden, width] for the gates and the projections up of all experts, and
+    transformers writes one for each. gpt-oss is published in MXFP4, of which transformers makes
+    [experts, width, 2 * hidden]."""
     shapes, dtypes, slices = (dict(x) for x in (tensors.shapes, tensors.dtypes, tensors.slices))
 
     def give(name: str, source: Any, kind: str) -> None:

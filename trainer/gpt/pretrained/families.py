@@ -472,10 +472,8 @@ def _one_base(model: GPTConfig) -> bool:
 
 
 def _bases_by_window(model: GPTConfig) -> bool:
-    """Whether rotary positions differ only between layers with a window and those without.
-
-    Those with a window must not be stretched, as in Gemma 3.
-    """
+    """Whether rotary positions differ only between layers with a window, which must not be
+    stretched, as in Gemma 3, and those without."""
     pairs = set(zip(model.layer_windows, model.layer_bases, strict=True))
     if len({window for window, _ in pairs}) < len(pairs) or any(x is None for _, x in pairs):
         return False

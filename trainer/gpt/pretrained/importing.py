@@ -26,12 +26,8 @@ from trainer.session import Session, joined
 
 
 def import_pretrained(config: GPTTrainConfig, distributed: Distributed | None = None) -> None:
-    """Imports the pretrained model of a config, which has no steps.
-
-    Args:
-        config: the run. Its mesh and its devices may be any.
-        distributed: the processes that share the work; only this process by default.
-    """
+    """Imports the pretrained model of a config, which has no steps; mesh and devices may be any.
+    The `distributed` processes share the work; only this process by default."""
     if config.steps:
         raise InputError(
             f"An import must have no steps; got steps={config.steps}. Leave --steps out: train.py "
@@ -53,11 +49,9 @@ def import_pretrained(config: GPTTrainConfig, distributed: Distributed | None = 
 
 
 def _import_weights(config: GPTTrainConfig, session: Session, report: Reporter) -> None:
-    """Makes a run folder whose checkpoint, of step 0, holds the weights of a pretrained model.
-
-    They are split over all devices, whatever `config.zero` says, and there is no optimizer. The
-    checkpoint does not depend on that.
-    """
+    """Makes a run folder whose checkpoint, of step 0, holds the weights of a pretrained model. They
+    are split over all devices, whatever `config.zero` says, without an optimizer: the checkpoint
+    does not depend on that."""
     objective = NextToken(config)
     attention = make_attention(session.mesh, config, objective)
     partition = Partition(session.mesh, 3, SHARDED_AXES, jnp.float32)

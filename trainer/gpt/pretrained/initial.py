@@ -38,10 +38,7 @@ class Pretrained(TensorWeights):
     """The weights in the folder of a pretrained model, which fit the model of a run."""
 
     def keep(self, run_dir: Path) -> None:
-        """Copies what is not weights into the folder of a run.
-
-        The type in config.json becomes that of the weights.
-        """
+        """Copies what is not weights into a run folder; the type in config.json becomes theirs."""
         source, folder = self.tensors.folder, run_dir / KEPT_FOLDER
         folder.mkdir(exist_ok=True)
         for name in KEPT:

@@ -135,11 +135,7 @@ AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
 
 
 def tables(model: GPTConfig, family: str) -> Mapping[str, Mapping[str, tuple[str, Groups]]]:
-    """Part of a model -> weight of a layer -> tensor.
-
-    Args:
-        family: its `model_type`, since families have other names for the same.
-    """
+    """Part of a model -> weight of a layer -> tensor; families (`model_type`) have other names."""
     found = {}
     for (mixer, feed_forward), part in PARTS.items():
         of_all = {path: x for path, x in OF_LAYER.items() if not path.startswith("attention/")}
