@@ -60,12 +60,8 @@ def draw_times(
     shift: float = 1.0,
     within: tuple[float, float] = (0.0, 1.0),
 ) -> Float32[Array, "..."]:
-    """Times to train at, in [0, 1].
-
-    Args:
-        density: "uniform", or "logit_normal": the logistic function of a standard normal, which
-            favours the middle.
-    """
+    """Times in [0, 1] to train at: uniform, or the logistic function of a standard normal, which
+    favours the middle."""
     # A shift by s is undone by one by 1 / s.
     low, high = (shifted(x, 1 / shift) for x in within)
     if density == "uniform":
@@ -79,25 +75,15 @@ def draw_times(
 
 
 def shifted(time: Any, shift: float) -> Any:
-    """s t / (1 + (s - 1) t): a shift s above 1 moves times towards noise.
-
-    The more tokens an example has, the more noise it takes to hide it (arXiv 2403.03206, equation
-    23).
-    """
+    """s t / (1 + (s - 1) t): a shift s above 1 moves times towards noise. The more tokens an
+    example has, the more noise hides it (arXiv 2403.03206, equation 23)."""
     return time if shift == 1 else shift * time / (1 + (shift - 1) * time)
 
 
 def noised(
     kind: Kind, x0: Float[Array, "B ..."], noise: Float[Array, "B ..."], time: Float32[Array, " B"]
 ) -> tuple[Float32[Array, "B ..."], Float32[Array, "B ..."]]:
-    """What the model is given at a time, and what it should predict.
-
-    Args:
-        time: time of each row, in [0, 1]; it is clipped for "v" and "eps".
-
-    Returns:
-        x_t and the target of the model.
-    """
+    """x_t and the target of the model at times in [0, 1], which are clipped for "v" and "eps"."""
     x0, noise = x0.astype(jnp.float32), noise.astype(jnp.float32)
     signal, spread = _coefficients(kind, _clip(kind, time), x0.ndim)
     x_t = signal * x0 + spread * noise
@@ -114,14 +100,7 @@ def estimates(
     prediction: Float[Array, "B ..."],
     time: Float32[Array, " B"],
 ) -> tuple[Float32[Array, "B ..."], Float32[Array, "B ..."]]:
-    """The data and the noise that follow from a prediction: the inverse of `noised`.
-
-    Args:
-        time: time of each row, in [0, 1]; it is clipped as in `noised`.
-
-    Returns:
-        x0 and the noise.
-    """
+    """x0 and the noise by a prediction: the inverse of `noised`, with times clipped as there."""
     x_t, prediction = x_t.astype(jnp.float32), prediction.astype(jnp.float32)
     signal, spread = _coefficients(kind, _clip(kind, time), x_t.ndim)
     if kind == "flow":
@@ -132,12 +111,8 @@ def estimates(
 
 
 def guided(predict_conditional: Predict, predict_unconditional: Predict, scale: float) -> Predict:
-    """Predictions with classifier-free guidance: u + scale * (c - u).
-
-    Args:
-        scale: 1 gives the conditional prediction, 0 the unconditional one. Above 1, samples are
-            more typical of their class, and less varied.
-    """
+    """Classifier-free guidance: u + scale * (c - u). Above a scale of 1, samples are more typical
+    of their class, and less varied."""
 
     def predict(x: Float[Array, "B ..."], time: Float32[Array, " B"]) -> Float[Array, "B ..."]:
         unconditional = predict_unconditional(x, time)
@@ -149,15 +124,10 @@ def guided(predict_conditional: Predict, predict_unconditional: Predict, scale: 
 def sample(
     kind: Kind, sampler: Sampler, predict: Predict, noise: Float[Array, "B ..."], steps: int
 ) -> Float32[Array, "B ..."]:
-    """Turns noise into data.
-
-    "euler" and "heun" integrate the velocity from t = 1 to 0 in equal steps, to first and second
-    order. "ddim" estimates data and noise in each step, and mixes them again as at the next time;
-    the last estimate of the data, at the smallest time, is the sample.
-
-    Args:
-        steps: number of steps. Each calls `predict` once, or twice with "heun".
-    """
+    """Turns noise into data, with one call of `predict` for each step, or two with "heun". "euler"
+    and "heun" integrate the velocity from t = 1 to 0 in equal steps, to first and second order.
+    "ddim" estimates data and noise in each step, and mixes them again as at the next time; the last
+    estimate of the data, at the smallest time, is the sample."""
     if sampler not in SAMPLERS[kind]:
         raise InputError(
             f"A model of target={kind!r} needs one of the samplers {SAMPLERS[kind]}; got "

@@ -31,14 +31,9 @@ class Drawing:
     """Draws images or videos with a trained model, on the mesh of a `Program`."""
 
     def __init__(self, program: Program, *, sample: Sample, guidance: float) -> None:
-        """Prepares the program that draws; its first call compiles it.
-
-        Args:
-            program: program of a run of a diffusion transformer or a Wan. What is drawn is of its
-                `config.size`, and `config.batch_size` at a time.
-            guidance: 1 draws what the model has learnt. Above 1, what is drawn is more typical of
-                its class or caption, and each step evaluates the model twice.
-        """
+        """Prepares the program that draws `config.batch_size` examples of `config.size` at a time;
+        its first call compiles it. A guidance above 1 makes them more typical of their class or
+        caption, and evaluates the model twice in each step."""
         config: Any = program.config
         attention = program.attention
         self._config, self._program = config, program
@@ -64,20 +59,11 @@ class Drawing:
     def draw(
         self, weights: Any, *, given: Any, without: Any = None, seed: int
     ) -> Iterator[Float32[np.ndarray, "F H W C"]]:
-        """Draws one example for each that is given.
-
-        It depends on what is given, its place in that and the seed. Up to rounding it depends on
-        neither the mesh nor the number of examples that are drawn at a time.
-
-        Args:
-            weights: weights of the model, sharded as those of the program.
-            given: what the objective's `shown` takes, for every example: a tree of arrays [N ...].
-            without: the same where nothing is asked for; guidance other than 1 needs it.
-            seed: seed of the noise, below 2**32.
-
-        Returns:
-            An iterator over latents, or over images with values of about -1 to 1.
-        """
+        """Draws one example for each that is given: latents, or images with values of about -1 to
+        1. `given` is what the objective's `shown` takes, a tree of arrays [N ...]; `without` is the
+        same where nothing is asked for, which guidance other than 1 needs. An example depends on
+        what is given, its place in that and the seed, and only up to rounding on the mesh and the
+        batch."""
         config = self._config
         if not 0 <= seed < 2**32:
             raise InputError(
@@ -133,11 +119,8 @@ def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*
 def save_grid(
     images: Sequence[UInt8[np.ndarray, "H W C"]], file: IO[bytes], *, columns: int, scale: int
 ) -> None:
-    """Writes many images as one PNG, row by row, with black lines of one pixel around them.
-
-    Args:
-        images: at least one image with 1 or 3 channels; all have one shape.
-    """
+    """Writes images of one shape, with 1 or 3 channels, as one PNG, row by row, with black lines of
+    one pixel around them."""
     # Imported here, since training does not need Pillow.
     from PIL import Image
 

@@ -84,11 +84,7 @@ class EncodeOptions:
 
 
 def encode(options: EncodeOptions) -> list[str]:
-    """Encodes the videos that are not encoded yet.
-
-    Returns:
-        The errors of the videos that were left out.
-    """
+    """Encodes the videos that are not encoded yet; returns the errors of those left out."""
     from trainer.dit.wan.clips import CLIPS, ENCODED, read_lines
     from trainer.dit.wan.pipelines import TorchModels, digest_of
     from trainer.dit.wan.videos import Shape, find_videos, read_video

@@ -3,9 +3,8 @@
 Both are linear: each step mixes what it has with what the model predicts, and the weights of the
 mixture depend on the times alone. Time runs from 1, noise, to 0, data.
 
-References:
-    UniPC, https://arxiv.org/abs/2302.04867, algorithms 5 to 8, with B_2(h) = exp(h) - 1; times and
-    their rounding as in the schedulers of diffusers, with which Wan is used
+UniPC: https://arxiv.org/abs/2302.04867, algorithms 5 to 8, with B_2(h) = exp(h) - 1; times and
+their rounding as in the schedulers of diffusers, with which Wan is used.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ class UniPCTable(NamedTuple):
 def euler(
     predict: Predict, noise: Float[Array, "B ..."], *, steps: int, shift: float
 ) -> Float32[Array, "B ..."]:
-    """Euler's method, as `FlowMatchEulerDiscreteScheduler` of diffusers.
-
-    Args:
-        steps: number of steps; each calls `predict` once.
-    """
+    """Euler's method, as diffusers' `FlowMatchEulerDiscreteScheduler`: one `predict` per step."""
     times = shifted(np.linspace(1, shifted(1 / TRAINED, shift), steps), shift)
     times = jnp.asarray(np.append(times, 0), jnp.float32)
 

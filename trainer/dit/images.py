@@ -35,7 +35,6 @@ class Example(NamedTuple):
     """One image, video or latent."""
 
     latent: Float32[np.ndarray, "F H W C"]
-    """Frames, height, width, channels."""
     label: int | None
     """Class of the image; None if the model has no classes."""
 
@@ -91,11 +90,8 @@ def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
 
 
 def images_of_digits(what: str) -> tuple[Float32[np.ndarray, "N 8 8"], Int[np.ndarray, " N"]]:
-    """The images of scikit-learn, with values from -1 to 1, and the digit of each.
-
-    Args:
-        what: what the data are that are made of them, for the error.
-    """
+    """The images of scikit-learn, with values from -1 to 1, and the digit of each. For the error,
+    `what` says what is made of them."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

@@ -50,7 +50,6 @@ class Denoiser(Objective):
     causal = False
     head = "head"
     target: Kind
-    """What the model predicts."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -94,13 +93,9 @@ class Denoiser(Objective):
         *,
         grid: Any,
     ) -> Any:
-        """What the model is given to predict the noise of patches. The field `targets` is not set.
-
-        Args:
-            patches: noisy patches, in the order of a contiguous layout: attention without a causal
-                mask uses that layout on every mesh.
-            times: 0 is data, 1 is noise.
-        """
+        """What the model is given to predict the noise of patches; the field `targets` is not set.
+        Patches are in the order of a contiguous layout, which attention without a causal mask uses
+        on every mesh. Times run from 0, data, to 1, noise."""
 
     def prepare(self, batch: Any, *, training: bool) -> Any:
         seed = jax.random.key(self._config.seed)

@@ -1,7 +1,4 @@
-"""Images and videos as tokens: each token is a patch of some frames, rows and columns.
-
-The functions take numpy arrays and jax arrays alike.
-"""
+"""Images and videos as tokens, in numpy or jax: patches of some frames, rows and columns."""
 
 from __future__ import annotations
 
@@ -24,26 +21,15 @@ def grid_of(size: Size, patch: Size) -> Size:
 def patchify(
     latent: Shaped[np.ndarray | Array, "... F H W C"], patch: Size
 ) -> Shaped[np.ndarray | Array, "... T P"]:
-    """Cuts a latent into patches.
-
-    Args:
-        latent: video or image; an image has one frame.
-
-    Returns:
-        The tokens in the order of frame, row and column. The P values of a token are in the order
-        of frame, row, column and channel in the patch.
-    """
+    """Cuts a latent into patches, in the order of frame, row and column; the P values of a patch
+    are in this order too, then channel. An image has one frame."""
     return rearrange(latent, "... (f a) (h b) (w c) d -> ... (f h w) (a b c d)", **_of_patch(patch))
 
 
 def unpatchify(
     patches: Shaped[np.ndarray | Array, "... T P"], size: Size, patch: Size
 ) -> Shaped[np.ndarray | Array, "... F H W C"]:
-    """The latent that `patchify` has cut into patches.
-
-    Args:
-        patches: tokens in the order of `patchify`.
-    """
+    """The latent that `patchify` has cut into patches."""
     frames, height, width = grid_of(size, patch)
     return rearrange(
         patches,

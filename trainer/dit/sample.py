@@ -84,11 +84,8 @@ def sample_images(
 def program_to_draw(
     config: Any, session: Session, objective: Callable[[Any], Objective], rows: int
 ) -> Program:
-    """The program of a run on another mesh, to draw with.
-
-    Args:
-        rows: examples that are drawn at a time; rounded up to a multiple of the data degree.
-    """
+    """The program of a run on another mesh, to draw `rows` examples at a time, rounded up to a
+    multiple of the data degree."""
     attention = st.Attention(session.mesh, **config.attention_of_model)
     data = attention.degrees.data
     for_drawing = dataclasses.replace(
@@ -105,15 +102,8 @@ def program_to_draw(
 
 
 def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
-    """Writes a file in a place where there is none; no reader sees a part of it.
-
-    Args:
-        path: the file. If it exists, it is kept, and name-2.suffix is written, or name-3.suffix and
-            so on.
-
-    Returns:
-        The file that was written.
-    """
+    """Writes a file in a place where there is none, and returns the place: if `path` exists, it is
+    name-2.suffix, name-3.suffix and so on. No reader sees a part of the file."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -146,12 +136,8 @@ def rows_of_grid(config: DiTTrainConfig, options: ImageOptions) -> list[int]:
 def file_to_write(
     run_dir: Path, wanted: Path | None, suffixes: tuple[str, ...], what: str, session: Session
 ) -> Path:
-    """The file to write, which is checked before anything is drawn.
-
-    Args:
-        wanted: what the user has asked for; None for the default.
-        suffixes: how its name may end; the default ends in the first.
-    """
+    """The file to write, which is checked before anything is drawn: `wanted`, which must end in one
+    of `suffixes`, or a default that ends in the first."""
     out = wanted or run_dir / f"samples{suffixes[0]}"
     if out.suffix not in suffixes:
         raise InputError(

@@ -40,8 +40,7 @@ MOST = 1 << 20
 
 
 def folder_of(folder: Path) -> Path | None:
-    """The folder with the config.json of a Wan: this one, or its subfolder `transformer`; None if
-    it holds none."""
+    """The folder with the config.json of a Wan, this one or its subfolder `transformer`, if any."""
     for place in (folder / TRANSFORMER, folder):
         path = place / CONFIG
         if path.is_file() and read_object(path).get("_class_name") == CLASS:

@@ -52,19 +52,11 @@ def export_wan(
     shard_bytes: int = SHARD_BYTES,
     note: Any = print,
 ) -> int:
-    """Writes the weights of a checkpoint; the folder appears only when it is whole.
-
-    Args:
-        step: the step of the checkpoint; None for the newest that is whole.
-        dtype: type of the tensors; None for those of the model with which the run began, and else
-            float32, which adapters always have.
-        merge: whether to add adapters to the weights, instead of exporting them by themselves.
-        shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
-        note: is told what the user must know about the checkpoint.
-
-    Returns:
-        The step of the checkpoint.
-    """
+    """Writes the weights of a checkpoint, by default the newest whole one, and returns its step;
+    the folder appears only when it is whole. The default `dtype` is that of each tensor of the
+    pretrained model, or float32 without one; adapters are always float32. They are exported by
+    themselves unless `merge` adds them to the weights. A file has at most `shard_bytes` of tensors,
+    unless one tensor has more. `note` is told what the user must know about the checkpoint."""
     check_new("OUT", out)
     check_merge(config, run_dir, merge=merge)
     if config.block_frames:
@@ -103,10 +95,8 @@ def export_wan(
 def adapter_tensors(
     arrays: Mapping[str, Any], shapes: Any, config: WanTrainConfig, dtype: Any
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """The tensors of a LoRA file: lora_A [rank, inputs] and lora_B [outputs, rank].
-
-    The scale of the adapters is part of B, as not all libraries read an alpha from such a file.
-    """
+    """The tensors of a LoRA file: lora_A [rank, inputs] and lora_B [outputs, rank]. The scale is
+    part of B, as not all libraries read an alpha from such a file."""
     lora = config.lora
     named = {path_name(x): y.shape for x, y in jax.tree_util.tree_leaves_with_path(shapes)}
     found: dict[str, Any] = {}

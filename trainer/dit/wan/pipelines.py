@@ -26,12 +26,7 @@ class TorchModels:
     """VAE and encoders, loaded from the folder of a pipeline."""
 
     def __init__(self, folder: Path, *, texts: bool, device: str | None = None) -> None:
-        """Loads them.
-
-        Args:
-            texts: whether texts and images are encoded; else videos alone.
-            device: device of PyTorch; None for a GPU if there is one.
-        """
+        """Loads them, on a GPU if there is one; without `texts`, to encode videos alone."""
         check_pipeline(folder)
         try:
             import torch  # pyright: ignore[reportMissingImports]
@@ -104,11 +99,8 @@ class TorchModels:
         return text[:count]
 
     def video(self, frames: UInt8[np.ndarray, "N H W 3"]) -> dict[str, Float32[np.ndarray, "..."]]:
-        """What a model takes of a video: `latent`, and what its kind of pipeline begins with.
-
-        Args:
-            frames: pixels from 0 to 255; 1 + 4 n frames.
-        """
+        """What a model takes of a video of 1 + 4 n frames with pixels from 0 to 255: `latent`, and
+        what its kind of pipeline begins with."""
         pipeline = self._pipeline
         pixels = self._torch.tensor(frames, device=self._device, dtype=self._vae.dtype)
         pixels = (pixels / 127.5 - 1).permute(3, 0, 1, 2)[None]

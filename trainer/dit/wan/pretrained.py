@@ -68,10 +68,8 @@ def open_wan(config: WanTrainConfig, shapes: Any) -> Iterator[WanWeights]:
 
 
 def check_same_model(there: WanConfig, model: WanConfig, folder: Path) -> None:
-    """Raises if flags make another model of the weights of a folder.
-
-    The type of the activations, the length of texts and a first frame of time 0 may differ.
-    """
+    """Raises if flags make another model of the weights of a folder. The type of the activations,
+    the length of texts and a first frame of time 0 may differ."""
     free: dict[str, Any] = {"dtype": "float32", "text_tokens": 1}
     if {there.first_frame, model.first_frame} <= {"none", "time"}:
         free["first_frame"] = "none"

@@ -42,12 +42,8 @@ class Shape(NamedTuple):
 
 
 def find_videos(folder: Path, captions: Path | None) -> list[Video]:
-    """The videos of a folder and of its subfolders, with their captions.
-
-    Args:
-        captions: a JSONL file with `file`, a path in the folder, and `caption`; None for a file
-            NAME.txt beside each NAME.mp4.
-    """
+    """The videos of a folder and of its subfolders. Their captions are in a JSONL file with `file`,
+    a path in the folder, and `caption`, or by default in a file NAME.txt beside each NAME.mp4."""
     with reading(folder):
         files = sorted(x for x in walk_files(folder) if _suffix(x) in SUFFIXES)
     if not files:
@@ -87,9 +83,8 @@ def _caption_of(line: Any) -> tuple[str, str]:
 
 
 def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
-    """The frames of a video: those that are shown at multiples of 1 / rate, scaled until they cover
-    the size, and cut at the edges.
-    """
+    """The frames of a video that are shown at multiples of 1 / rate, scaled until they cover the
+    size, and cut at the edges."""
     from PIL import Image, ImageOps
 
     found: list[np.ndarray] = []
@@ -161,10 +156,7 @@ def read_image(path: Path, height: int, width: int) -> UInt8[np.ndarray, "H W 3"
 
 
 def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The size of the nearest proportions and, among those, of the nearest area.
-
-    Ratios are exact, so that the answer is the same everywhere.
-    """
+    """The size of the nearest proportions, then area. Ratios are exact: the same everywhere."""
 
     def distance(size: tuple[int, int]) -> tuple[Fraction, Fraction]:
         rows, columns = size
