@@ -7,6 +7,7 @@ python tests/parity/check_wan.py        # 1 minute; ends with status 1 if someth
 # ruff: noqa: E402
 
 import dataclasses
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -30,7 +31,7 @@ import startrail_jax as st
 from programs import make_program, make_wan_config
 from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
 from trainer.config import LoraConfig
-from trainer.dit.drawing import Drawing
+from trainer.dit.drawing import Below, Drawing
 from trainer.dit.flow_steps import euler, unipc
 from trainer.dit.wan.batches import padded_text
 from trainer.dit.wan.config_json import read_config
@@ -42,6 +43,7 @@ from trainer.run.settings import save_config
 
 REFERENCES = Path(__file__).parent / "wan"
 SIZE, STEPS, GUIDANCE, SHIFT = (3, 4, 6), 20, 5.0, 3.0
+BOUNDARY, GUIDANCE_BELOW = 0.875, 1.0
 
 
 def main():
@@ -71,25 +73,34 @@ def make_run(name, run_dir, **changes):
 
 
 def samples():
-    """Latents from noise, with guidance, beside `WanPipeline` with a VAE that is not used."""
+    """Latents from noise, with guidance, beside `WanPipeline` with a VAE that is not used.
+
+    With one model, and with two, of which the second has other weights and no guidance.
+    """
     vae = AutoencoderKLWan(base_dim=4, z_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
                            latents_mean=[0.0] * 3, latents_std=[1.0] * 3)  # fmt: skip
     rng = np.random.default_rng(0)
     texts = [rng.normal(size=(2, 8, 5)).astype("f4") for _ in range(2)]
     config, program, state = make_run("t2v", Path("unused"))
-    transformer = WanTransformer3DModel.from_pretrained(REFERENCES / "t2v")
-    for name, ours, theirs in (
+    transformer, second = (
+        WanTransformer3DModel.from_pretrained(REFERENCES / "t2v") for _ in range(2)
+    )
+    second.load_state_dict({name: 0.9 * x for name, x in second.state_dict().items()})
+    pair = state.model, jax.tree.map(lambda x: 0.9 * x, state.model)
+    kinds = (
         ("unipc", unipc, UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)),
         ("euler", euler, FlowMatchEulerDiscreteScheduler(shift=SHIFT)),
-    ):  # fmt: skip
-        pipeline = WanPipeline(None, None, vae, theirs, transformer)
+    )  # fmt: skip
+    for (name, ours, theirs), two in itertools.product(kinds, (False, True)):
+        more = dict(transformer_2=second, boundary_ratio=BOUNDARY) if two else {}
+        pipeline = WanPipeline(None, None, vae, theirs, transformer, **more)
         pipeline.set_progress_bar_config(disable=True)
+        below = Below(program, GUIDANCE_BELOW, BOUNDARY) if two else None
 
         def sample(predict, noise, ours=ours):
             return ours(predict, noise, steps=STEPS, shift=SHIFT)
 
-        drawing = Drawing(program, sample=sample, guidance=GUIDANCE)
         asked = [Asked(np.stack([padded_text(x, 8).astype("f4") for x in text])) for text in texts]
         noise = []
 
@@ -97,8 +108,9 @@ def samples():
             jax.debug.callback(lambda x: noise.append(np.asarray(x)), x)
             return sample(predict, x)
 
-        drawing = Drawing(program, sample=spy, guidance=GUIDANCE)
-        found = np.stack([*drawing.draw(state.model, given=asked[0], without=asked[1], seed=1)])
+        drawing = Drawing(program, sample=spy, guidance=GUIDANCE, below=below)
+        weights = pair if two else state.model
+        found = np.stack([*drawing.draw(weights, given=asked[0], without=asked[1], seed=1)])
         from trainer.dit.patches import unpatchify
 
         latents = unpatchify(noise[0], SIZE, config.model.patch)
@@ -114,10 +126,14 @@ def samples():
                 num_frames=4 * (SIZE[0] - 1) + 1,
                 num_inference_steps=STEPS,
                 guidance_scale=GUIDANCE,
+                guidance_scale_2=GUIDANCE_BELOW if two else None,
                 output_type="latent",
             ).frames
         wanted = np.moveaxis(np.asarray(wanted), 1, -1)
-        yield f"sample {name}", np.abs(found - wanted).max() / np.abs(wanted).max()
+        yield (
+            f"sample {name}{' of two models' * two}",
+            np.abs(found - wanted).max() / np.abs(wanted).max(),
+        )
 
 
 def adapters(folder):

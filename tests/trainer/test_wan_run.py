@@ -83,9 +83,15 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
         train.train(config_of(folder, tmp_path / "run", steps=1))
 
 
-def new_run(config):
-    """A run with a checkpoint, whose weights are new."""
-    return save_run(config, {1: make_program(config, st.Degrees()).initialise()})
+def new_run(config, noise=0.0):
+    """A run with a checkpoint, whose weights are new, or those and noise."""
+    state, rng = make_program(config, st.Degrees()).initialise(), np.random.default_rng(config.seed)
+
+    def noisy(x):
+        return x + noise * rng.normal(size=x.shape).astype(x.dtype)
+
+    weights, average = (jax.tree.map(noisy, x) for x in (state.weights, state.average))
+    return save_run(config, {1: state._replace(weights=weights, average=average)})
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +112,7 @@ def clips(tmp_path_factory):
     return new_run(config)
 
 
+RANGES = ((0.875, 1.0), (0.0, 0.875), (0.0, 0.5), (0.0, 0.875))
 QUICK = ("--steps", "2", "--devices", "2")
 
 
@@ -141,6 +148,62 @@ def test_latents_are_drawn_for_files_and_for_what_is_held_out(clips, tmp_path, c
     flags = ["--size", "1x8x6", "--prompt-embeddings", str(file)]
     message = message_of_sample(clips, *QUICK, *flags)
     assert "must have the shape [1, 8, 6, 2]" in message
+
+
+@pytest.fixture(scope="module")
+def halves(digits):
+    """Runs that learn the upper times, the lower ones, and others."""
+    config = dataclasses.replace(dit_video(), model=SMALL, **RUN)
+    found = []
+    for seed, (low, high) in enumerate(RANGES):
+        model = dataclasses.replace(SMALL, heads=2 if seed < 3 else 1)
+        diffusion = dataclasses.replace(config.diffusion, range=(low, high))
+        run_dir = digits.parent / f"half{seed}"
+        half = dict(model=model, diffusion=diffusion, run_dir=run_dir, seed=seed)
+        found.append(new_run(dataclasses.replace(config, **half), noise=0.3))
+    return found
+
+
+def test_two_models_draw_at_the_times_that_each_has_learnt(halves, tmp_path, capsys):
+    upper, lower, *_ = halves
+    drawn = {}
+    for name, run, *flags in (
+        ("one", upper, "--other-run", lower, "--guidance", "3", "--other-guidance", "1"),
+        ("other", lower, "--other-run", upper, "--guidance", "1", "--other-guidance", "3"),
+        ("same", upper, "--other-run", lower, "--guidance", "3"),
+        ("upper", upper, "--other-run", upper, "--guidance", "3"),
+        ("lower", lower, "--other-run", lower, "--guidance", "3"),
+    ):
+        out = tmp_path / f"{name}.npz"
+        words = [*flags, "--prompt", "two up", "--sampler", "euler", "--shift", "1", "--out", out]
+        sample.sample([str(run), "--steps", "8", "--devices", "2", *map(str, words)])
+        drawn[name] = np.load(out)["latents"]
+    assert f"model: {lower} after step 1" in capsys.readouterr().err
+    np.testing.assert_array_equal(drawn["one"], drawn["other"])
+    for name in ("same", "upper", "lower"):
+        assert np.abs(drawn["one"] - drawn[name]).max() > 1e-2, name
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "Give the run of the other model, --other-run RUN"),
+        (["--other-run", 0], None),
+        (["--other-run", 2], "must fill 0 to 1, and meet; got diffusion.range (0.875, 1.0) and"),
+        (["--other-run", 3], "got one that differs in heads"),
+        (["--other-run", "absent"], "--other-run must be the folder of a run"),
+        (["--other-guidance", "2"], "without --other-run"),
+        (["--other-run", 1, "--other-guidance", "-1"], "guidance must be at least 0"),
+    ],
+)
+def test_models_that_draw_no_video_together(halves, capsys, flags, words):
+    flags = [str(halves[x]) if type(x) is int else x for x in flags]
+    if words is None:
+        sample.sample([str(halves[0]), *QUICK, *flags])
+    elif "without" in words:
+        assert words in usage_error(capsys, sample.sample, [halves[0], *flags])
+    else:
+        assert words in message_of_sample(halves[0], *QUICK, *flags)
 
 
 @pytest.mark.parametrize(

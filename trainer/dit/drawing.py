@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +27,39 @@ Sample = Callable[[Predict, Array], Array]
 """(model, noise [B T P]) -> data [B T P]"""
 
 
+class Below(NamedTuple):
+    """A second model, which predicts at the times below one; it has the mesh of the first."""
+
+    program: Program
+    guidance: float
+    time: float
+
+
 class Drawing:
     """Draws images or videos with a trained model, on the mesh of a `Program`."""
 
-    def __init__(self, program: Program, *, sample: Sample, guidance: float) -> None:
+    def __init__(
+        self, program: Program, *, sample: Sample, guidance: float, below: Below | None = None
+    ) -> None:
         """Prepares the program that draws `config.batch_size` examples of `config.size` at a time;
         its first call compiles it. A guidance above 1 makes them more typical of their class or
-        caption, and evaluates the model twice in each step."""
+        caption, and evaluates the model twice in each step. `below` is the model of the lower
+        times, if that is another one."""
         config: Any = program.config
         attention = program.attention
         self._config, self._program = config, program
         self._objective: Any = program.objective
-        self._sample, self._guidance = sample, guidance
+        self._sample, self._below = sample, below
         self._layout = attention.layout
         self._grid = Grid.of(config.size, config.model.patch)
         self._rows = config.batch_size
-        if not 0 <= guidance < math.inf:
-            raise InputError(
-                f"guidance must be at least 0 and finite; got guidance={guidance}. Use 1 for none."
-            )
+        self._guidance = guidance, guidance if below is None else below.guidance
+        for strength in self._guidance:
+            if not 0 <= strength < math.inf:
+                raise InputError(
+                    "guidance must be at least 0 and finite; got "
+                    f"guidance={strength}. Use 1 for none."
+                )
         # Raises the errors of the sampler now, before anything is drawn.
         noise: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         jax.eval_shape(lambda noise: sample(lambda x, _: x, noise), noise)
@@ -61,16 +75,16 @@ class Drawing:
     ) -> Iterator[Float32[np.ndarray, "F H W C"]]:
         """Draws one example for each that is given: latents, or images with values of about -1 to
         1. `given` is what the objective's `shown` takes, a tree of arrays [N ...]; `without` is the
-        same where nothing is asked for, which guidance other than 1 needs. An example depends on
-        what is given, its place in that and the seed, and only up to rounding on the mesh and the
-        batch."""
+        same where nothing is asked for, which guidance other than 1 needs. With `below`, `weights`
+        are a pair, its own last. An example depends on what is given, its place in that and the
+        seed, and only up to rounding on the mesh and the batch."""
         config = self._config
         if not 0 <= seed < 2**32:
             raise InputError(
                 f"seed must be at least 0 and below 2**32; got seed={seed}. Use another."
             )
         count = len(jax.tree.leaves(given)[0])
-        both = (given, None if self._guidance == 1 else without)
+        both = (given, None if self._guidance == (1, 1) else without)
         for first in range(0, count, self._rows):
             # The last one is repeated to fill the batch: another size would be compiled again.
             numbers = np.minimum(np.arange(first, first + self._rows), count - 1)
@@ -96,18 +110,29 @@ class Drawing:
         noise = jnp.pad(noise, ((0, 0), (0, missing), (0, 0)))
         sharding = shardings(noise, self._program.batch_sharding)
         noise = lax.with_sharding_constraint(noise, sharding)
-        given, without = both
-        predict = self._predict(weights, given)
-        if self._guidance != 1:
-            predict = guided(predict, self._predict(weights, without), self._guidance)
+        below, guidance = self._below, self._guidance
+        if below is None:
+            return self._sample(self._predict(self._program, weights, both, guidance[0]), noise)
+        above = self._predict(self._program, weights[0], both, guidance[0])
+        others = self._predict(below.program, weights[1], both, guidance[1])
+
+        def predict(x: Array, times: Array) -> Array:  # All rows have one time.
+            return lax.cond(times[0] >= below.time, above, others, x, times)
+
         return self._sample(predict, noise)
 
-    def _predict(self, weights: Any, given: Any) -> Predict:
-        def predict(x: Array, times: Array) -> Array:
-            shown = self._objective.shown(x, times, given, grid=self._grid)
-            return self._program.outputs(weights, shown)
+    def _predict(
+        self, program: Program, weights: Any, both: tuple[Any, Any], guidance: float
+    ) -> Predict:
+        def of(given: Any) -> Predict:
+            def predict(x: Array, times: Array) -> Array:
+                shown = self._objective.shown(x, times, given, grid=self._grid)
+                return program.outputs(weights, shown)
 
-        return predict
+            return predict
+
+        given, without = both
+        return of(given) if guidance == 1 else guided(of(given), of(without), guidance)
 
 
 def to_pixels(latent: Float32[np.ndarray, "F H W C"]) -> UInt8[np.ndarray, "H F*W C"]:

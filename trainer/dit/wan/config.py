@@ -232,6 +232,11 @@ class VideoOptions(SampleOptions):
     guidance: float | None = None
     """Strength of classifier-free guidance. The default is 5, as in Wan, 2 for moving digits, or 1
     for a new model with `diffusion.dropout` 0."""
+    other_run: Path | None = None
+    """Run of the other model of Wan 2.2 A14B: each predicts at the times of its
+    `diffusion.range`. Both are in memory. The run itself predicts at all times."""
+    other_guidance: float | None = None
+    """Strength of guidance of the other model. The default is `guidance`."""
     batch_size: int = 1
     """Number of videos that are drawn at a time; fewer need less memory."""
     seed: int = 0
@@ -250,6 +255,11 @@ class VideoOptions(SampleOptions):
             raise InputError(
                 f"--image is encoded by the VAE of a folder; got {str(self.image)!r} without "
                 "--decode. Add --decode FOLDER."
+            )
+        if self.other_guidance is not None and self.other_run is None:
+            raise InputError(
+                f"--other-guidance is that of a second model; got {self.other_guidance} without "
+                "--other-run. Leave it out."
             )
         if self.prompt_embeddings and (self.prompt or self.image):
             raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -14,7 +15,7 @@ from jaxtyping import Float, Float32
 
 from startrail_jax.errors import InputError
 from trainer.data.cache import write_folder
-from trainer.dit.drawing import Drawing, save_grid, to_pixels
+from trainer.dit.drawing import Below, Drawing, save_grid, to_pixels
 from trainer.dit.flow_steps import euler, unipc
 from trainer.dit.sample import file_to_write, program_to_draw, save_new
 from trainer.dit.wan.batches import Clip, clip_batch
@@ -24,6 +25,7 @@ from trainer.dit.wan.digits import embedded
 from trainer.dit.wan.objective import VideoFlow
 from trainer.dit.wan.pipelines import TorchModels
 from trainer.dit.wan.videos import read_image, write_video
+from trainer.run.settings import config_of, load_config, read_kind
 from trainer.session import Session
 from trainer.weights.adapters import restore_model
 
@@ -35,6 +37,14 @@ SCALE = 4
 """Pixels of a contact sheet for a pixel of a digit."""
 FRAMES_SHOWN, SHEET_PIXELS = 8, 320
 """Frames of a video on a contact sheet, and the largest width of one."""
+
+
+class _Model(NamedTuple):
+    """A model that predicts at the times of its range."""
+
+    folder: Path
+    config: WanTrainConfig
+    guidance: float
 
 
 class _Wish(NamedTuple):
@@ -59,6 +69,7 @@ def sample_videos(
             "guidance other than 1 needs a model that has learnt to draw without a caption; got "
             f"guidance={guidance}, dropout={dropout}. Use --guidance 1."
         )
+    models = _models(run_dir, run, options, guidance)
     is_digits = config.data.path is None
     suffixes, what = (".npz",), "latents, which are no pixels"
     if is_digits:
@@ -69,13 +80,22 @@ def sample_videos(
     torch_models = _torch_models(config, options)
     wishes, empty = _wishes(run, config, options, torch_models)
     rows = min(options.batch_size, len(wishes) * options.samples)
-    program = program_to_draw(config, session, VideoFlow, rows)
+    programs = [
+        program_to_draw(_of_size(model.config, options), session, VideoFlow, rows)
+        for model in models
+    ]
+    program, below = programs[0], None
+    if len(models) > 1:
+        below = Below(programs[1], models[1].guidance, models[0].config.diffusion.range[0])
     shift = config.diffusion.shift if options.shift is None else options.shift
     sample = partial(SAMPLERS[options.sampler], steps=options.steps, shift=shift)
-    drawing = Drawing(program, sample=sample, guidance=guidance)
-    shapes = program.state_shapes.model
-    weights, step = restore_model(run_dir, config, shapes, note=session.note)
-    session.note(f"model: {run_dir} after step {step}")
+    drawing = Drawing(program, sample=sample, guidance=models[0].guidance, below=below)
+    restored = []
+    for model, its in zip(models, programs, strict=True):
+        shapes = its.state_shapes.model
+        weights, step = restore_model(model.folder, model.config, shapes, note=session.note)
+        session.note(f"model: {model.folder} after step {step}")
+        restored.append(weights)
     for wish in wishes:
         session.note(f"row: {wish.name}")
     each = [wish.clip for wish in wishes for _ in range(options.samples)]
@@ -86,6 +106,7 @@ def sample_videos(
         jax.tree.map(np.asarray, objective.asked(batch, jnp.full(len(each), dropped)))
         for dropped in (False, True)
     )
+    weights = restored[0] if below is None else tuple(restored)
     drawn = drawing.draw(weights, given=given, without=without, seed=options.seed)
     videos = [_with_first(config, *pair) for pair in zip(drawn, each, strict=True)]
     names = [wish.name for wish in wishes for _ in range(options.samples)]
@@ -107,6 +128,42 @@ def sample_videos(
     write = partial(_write_videos, torch_models, videos, options.rate)
     write_folder(place, write, option="--out")
     session.note(f"{len(videos)} videos: {place}")
+
+
+def _models(
+    run_dir: Path, run: WanTrainConfig, options: VideoOptions, guidance: float
+) -> list[_Model]:
+    """The model of a run; and the other one of Wan 2.2, that of the lower times last."""
+    folder, low_high = options.other_run, run.diffusion.range
+    found = [_Model(run_dir, run, guidance)]
+    if folder is None and low_high != (0, 1):
+        raise InputError(
+            f"A video needs all times from 0 to 1; got a run that has learnt {low_high}. Give the "
+            "run of the other model, --other-run RUN, or the run itself if its model has them all."
+        )
+    if folder is None or folder.resolve() == run_dir.resolve():
+        return found
+    path = config_of(folder, "--other-run")
+    if read_kind(path) != run.kind:
+        raise InputError(
+            f"--other-run must be the run of a Wan; got {str(folder)!r}. Give another folder."
+        )
+    other = load_config(WanTrainConfig, path)
+    ranges = sorted([low_high, other.diffusion.range])
+    if [0, ranges[0][1], 1] != [ranges[0][0], ranges[1][0], ranges[1][1]]:
+        raise InputError(
+            "The ranges of both models must fill 0 to 1, and meet; got diffusion.range "
+            f"{low_high} and, of --other-run, {other.diffusion.range}. Give another run."
+        )
+    differing = [x for x, size in vars(run.model).items() if size != getattr(other.model, x)]
+    if differing:
+        raise InputError(
+            "--other-run must have a model of the same sizes; got one that differs in "
+            f"{', '.join(differing)}. Give another run."
+        )
+    of_other = guidance if options.other_guidance is None else options.other_guidance
+    found.append(_Model(folder, replace(other, size=run.size, data=run.data), of_other))
+    return sorted(found, key=lambda model: model.config.diffusion.range, reverse=True)
 
 
 def _write_videos(
