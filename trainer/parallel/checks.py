@@ -66,10 +66,8 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
 
 
 def check_linear(tensor: int, config: TrainConfig) -> None:
-    """Raises a ValueError unless settings of linear attention fit a model.
-
-    `tensor` must divide its heads; where there are fewer key heads than devices, some share one.
-    """
+    """Raises a ValueError unless `tensor` divides the heads of linear attention. Fewer key heads
+    than devices are fine: some share one."""
     if "linear" not in getattr(config.model, "layer_mixers", ()):
         if config.attention.linear_backend == "xla":
             return

@@ -33,20 +33,13 @@ def choose_degrees(
 ) -> Degrees:
     """Fills in the degrees that `mesh` leaves open, so that their product is the number of devices.
 
-    Given degrees stay as they are. Of the settings that remain, that one is taken with the fewest
-    bytes: on several nodes through the busiest port of a node, and then per device.
+    The fewest bytes decide: on several nodes through the busiest port of a node, and then per
+    device. Where group and ring cost the same, several nodes get the smallest group, because the
+    messages of a ring travel beside kernels. One node, where no port is shared, gets the shortest
+    ring of at least 2, which needs the fewest kernel calls.
 
-    Group and ring often cost the same bytes. On several nodes the smallest group is taken then,
-    because the messages of a ring travel beside kernels. On one node no port is shared, and kernels
-    count as much as bytes: the shortest ring of at least 2 is taken, which needs the fewest kernel
-    calls.
-
-    Args:
-        mesh: the degrees that are given, and the order of the axes if it is given.
-        call: what is known of an attention call: `TrainConfig.attention_call`.
-        nodes: the node of each device; None if they share one.
-        platform: platform of the devices. On "cpu" gloo divides collectives into messages, and
-            otherwise NCCL.
+    `call` is `TrainConfig.attention_call`, and `nodes` the node of each device (None if they share
+    one). On the platform "cpu" gloo divides collectives into messages, and otherwise NCCL.
     """
     given = _given(mesh)
     settings = list(all_degrees(num_devices, roles=OPEN, given=given))
@@ -78,12 +71,8 @@ def keep_degrees(
     *,
     planned: bool = False,
 ) -> Degrees | None:
-    """The degrees of a run that goes on, if they fit the flags; None if they must be chosen.
-
-    Args:
-        former: the degrees with which the run trained last; None if they are not known.
-        planned: whether the planner chose them, so that degrees of 1 may be open.
-    """
+    """The degrees of a run that goes on, if they fit the flags; None if they must be chosen. With
+    `planned`, the planner chose `former`, so that degrees of 1 may be open."""
     if former is None:
         return None
     given = given_to_plan(mesh) if planned else _given(mesh)
@@ -99,11 +88,7 @@ def choose_order(
     platform: str | None = None,
 ) -> tuple[str, ...]:
     """The order of the axes over the nodes, slowest first: the given one, or the default one.
-
-    Args:
-        mesh: the order, if it is given.
-        call: what is known of an attention call: `TrainConfig.attention_call`.
-    """
+    `call` is `TrainConfig.attention_call`."""
     if given := given_order(mesh):
         return given
     if len(set(nodes)) == 1:

@@ -19,14 +19,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU.
-
-    Args:
-        device_kind: as jax names it, such as "NVIDIA H100 80GB HBM3".
-
-    Returns:
-        FLOP/s of one device; None where they are not known, as for a part of a GPU (MIG).
-    """
+    """Dense bfloat16 FLOP/s of a GPU, by jax's name of it; None where unknown, as with MIG."""
     if "MIG" in device_kind:
         return None
     for name, flops in PEAK_FLOPS.items():

@@ -35,10 +35,7 @@ NOT_DECAYED = ("scale", "_bias", "sinks", "decay_rate")
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of earlier updates.
-
-    Neither the first update nor the last has a rate of 0.
-    """
+    """The learning rate by the number of earlier updates; not 0 in the first update or the last."""
     peak, final = config.learning_rate, config.final_learning_rate
     warmup = min(round(config.warmup_fraction * steps), steps - 1)
     if config.schedule == "cosine":
@@ -65,13 +62,10 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(
     config: OptimizerConfig, steps: int, partition: Partition | None = None
 ) -> optax.GradientTransformation:
-    """The optimizer of a run of `steps` steps.
+    """The optimizer of a run of `steps` steps; the devices of `partition` share Muon's products.
 
     Scales of norms, biases and sinks are not decayed. They are recognised by their names, not by
     their dimensions: stacked for all layers, they are matrices.
-
-    Args:
-        partition: over which devices Muon's products are split; None for one device.
     """
     rate = learning_rate(config, steps)
     adamw = optax.adamw(
@@ -102,11 +96,9 @@ def _kinds(weights: Any) -> Any:
 
 
 def _scale_by_muon(beta: float, partition: Partition | None) -> optax.GradientTransformation:
-    """`optax.contrib.scale_by_muon`, of which every device computes the products of some layers.
-
-    Of optax's own, XLA splits the products as the weights lie: over dimensions that they contract,
-    so that every device would hold the squares of all layers.
-    """
+    """`optax.contrib.scale_by_muon`, of which every device computes the products of some layers. In
+    optax's own, XLA splits products as the weights lie, over contracted dimensions, so that every
+    device would hold the squares of all layers."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         del params
@@ -142,9 +134,7 @@ def _orthogonal(partition: Partition | None, path: tuple[Any, ...], x: Any) -> A
 
 def _stages(partition: Partition, splits: dict[str, Split]) -> list[NamedSharding]:
     """From a weight's own sharding to whole layers on a device: an exchange among devices each.
-
-    With both exchanges at once, XLA would gather the whole array on every device.
-    """
+    With both exchanges at once, XLA would gather the whole array on every device."""
     (split,) = splits.values()
     specs = [partition.spec(split)]
     if partition.zero:
@@ -171,15 +161,9 @@ def _as_large_as_adamw(updates: Any, _: Any) -> Any:
 
 
 def _matrix(path: tuple[Any, ...], x: Any) -> Any:
-    """Which dimensions of a weight are contracted, and which take their place.
-
-    The dimension that counts the layers is neither: every layer is made orthogonal by itself. The
-    heads of a projection and the channels of a head are the rows, or the columns, of one matrix.
-
-    Returns:
-        Its `MuonDimensionNumbers`; None for all but the projections of attention and MLP, and the
-        matrices of their adapters.
-    """
+    """The `MuonDimensionNumbers` of a projection of attention or MLP, or of its adapter's matrices;
+    None for all else. Every layer is made orthogonal by itself. The heads of a projection and the
+    channels of a head are the rows, or the columns, of one matrix."""
     *parents, layer, name = ("", *path_name(path).split("/"))
     if (
         not {*STACKED}.intersection(parents)

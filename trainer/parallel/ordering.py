@@ -14,14 +14,11 @@ from startrail_jax.xla.varying import varying_axes
 
 @jax.custom_vjp
 def gradient_first(first: Any, then: Array) -> tuple[Any, Array]:
-    """Makes the gradient of `then` wait for the gradient of `first`, in the backward pass.
+    """Makes the gradient of `then` wait for the gradient of `first`; the values are unchanged.
 
     So the gradient of `first` is complete, and can be sent, before the backward pass goes on
     through `then`. XLA is free to put it off, and to keep its whole buffer alive, until something
-    else is sent. The forward pass is not ordered.
-
-    Returns:
-        `first` and `then`, unchanged.
+    else is sent.
     """
     return first, then
 

@@ -77,14 +77,12 @@ class Split:
     """Whether it is a vector or the scale of a norm, which is small and used in float32."""
     copied_heads: tuple[str, ...] = ()
     """If it is replicated over `tensor` because there are fewer key heads than devices, the axes
-    over whose devices heads are divided. Each takes the heads that it needs when the weight is
-    used."""
+    over whose devices heads are divided. Each takes the heads that it needs."""
     stays: bool = False
-    """Whether each device uses its shard as it is: some of the experts, to which tokens are
-    sent."""
+    """Whether each device uses its shard as it is, as for experts, to which tokens are sent."""
     shared: bool = False
-    """Whether every device along `tensor` uses all of it, for its own part of a product: a matrix
-    of an adapter on the side of the kernel that is not split."""
+    """Whether every device along `tensor` uses all of it: a matrix of an adapter on the side of the
+    kernel that is not split."""
 
 
 class Parameter(NamedTuple):
@@ -118,8 +116,8 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """All axes over which devices have different tokens, slowest first: gradients are summed
-        over them."""
+        """All axes whose devices have different tokens, over which gradients are summed; slowest
+        first."""
         return self._axes(SHARDED_AXES)
 
     @property
@@ -148,13 +146,10 @@ class Partition:
     # How arrays are sharded.
 
     def splits(self, state: Any) -> Any:
-        """The `Split` of every array of a tree of weights, or of an optimizer's state.
-
-        One rule serves both, since the path of a moment ends in the path of its weight: `tensor`
-        splits the dimension that `TENSOR_DIMS` names. ZeRO's axes split the first dimension,
-        along which collectives join and divide arrays without moving them in memory; or the largest
-        other one that they divide.
-        """
+        """The `Split` of every array of a tree of weights, or of an optimizer's state, where the
+        path of a moment ends in that of its weight. ZeRO's axes split the first dimension, along
+        which collectives join and divide arrays without moving them in memory; or else the largest
+        that they divide."""
         return jax.tree_util.tree_map_with_path(self._split, state)
 
     def _split(self, path: tuple[Any, ...], x: Any) -> Split:
@@ -250,11 +245,9 @@ class Partition:
         return {name: gather(name) for name in weights}
 
     def gradient_slots(self, weights: Any, splits: Any) -> Any:
-        """Zeros in whose place the gradients of the weights arise; differentiate by these.
-
-        A slot is as large as the gradient that arises in it: at levels 0 and 1 that of a whole
-        weight, of which every device holds its own addend; at levels 2 and 3 a shard of the sum.
-        """
+        """Zeros in whose place the gradients of the weights arise; differentiate by these. Levels 0
+        and 1 need whole weights, of whose gradient every device holds its own addend; levels 2 and
+        3 need shards."""
 
         def slot(x: Array, split: Split) -> Array:
             shape = list(x.shape)
@@ -274,9 +267,8 @@ class Partition:
     def gather(self, parameters: Any, splits: Any) -> Any:
         """The whole weights of a tree of `Parameter`s; their gradients arise in the slots.
 
-        The weights are float32 arrays with values of `dtype`, so that their gradients are float32.
-        The values are rounded at level 0 too, where nothing is gathered, since a model may use a
-        weight in float32.
+        The weights are float32, as then are their gradients, with values rounded to `dtype`: at
+        level 0 too, since a model may use a weight in float32.
         """
 
         def whole(parameter: Parameter, split: Split) -> Array:
@@ -345,9 +337,8 @@ class Partition:
     ) -> Float[Array, "*width k H"]:
         """The key heads that this device needs, from a kernel or bias with all key heads.
 
-        Other heads, of queries or of states, are split over the devices of `axes`, each of which
-        needs one key head. Where `head` is one of the axes, a device takes those of all devices
-        along it, which exchange them in the attention.
+        Other heads are split over the devices of `axes`, each of which needs one key head. Along
+        `head`, a device takes those of all devices, which exchange them in the attention.
         """
         head = self.mesh.shape["head"] if "head" in axes else 1
         ranks = lax.axis_index("tensor") * head + jnp.arange(head)
@@ -367,11 +358,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def split_frozen(weights: Any) -> tuple[Any, Any]:
-    """The weights that are trained, and those that are frozen.
-
-    Returns:
-        Two parts of the tree, the second of which is None if all are trained.
-    """
+    """The weights that are trained, and the frozen ones (None if there are none), as two trees."""
     if not any(path[-1] in ADAPTERS for path, _ in nnx.to_flat_state(weights)):
         return weights, None
     trained, frozen = nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)

@@ -41,18 +41,14 @@ def rematerialised(
 
     With "full", a layer saves its input, [tokens, width]. With "attention_saved", it also saves the
     output of attention, [tokens, heads * head_dim], and its log-sum-exp, or the states of linear
-    attention, so that neither is computed again. With "projections_saved", it also saves the
-    projections before attention, and what attention adds to the stream; with "products_saved" the
-    hidden channels of the MLP, [tokens, mlp_width], too, so that no matrix product is recomputed.
-    With "none", it saves everything but weights that it gathers: those are always gathered again.
+    attention. "projections_saved" adds the projections before attention, and what attention adds to
+    the stream; "products_saved" adds the hidden channels of the MLP, [tokens, mlp_width], so that
+    no matrix product is recomputed. "none" saves everything but gathered weights (ZeRO 3): those
+    are always gathered again.
 
-    Where the head degree is above 1, the output of attention exists before and after the exchange
-    of heads, and both are saved. With `offload`, only the one before is, which takes half as much
-    of the host's memory; the backward pass exchanges it again.
-
-    Args:
-        offload: whether it saves to the host's memory.
-        gathers_weights: whether the layer gathers its weights (ZeRO 3).
+    Where the head degree is above 1, the output of attention is saved before and after the exchange
+    of heads. With `offload`, to the host's memory, only the one before is saved, half as much; the
+    backward pass exchanges it again.
     """
     if remat == "none":
         if not gathers_weights:
@@ -77,9 +73,7 @@ def rematerialised(
 
 def _checkpointed(layer: Callable[..., Any], policy: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.checkpoint`, whose layers of a group begin to recompute when their gradients are there.
-
-    Nothing else would keep the compiler from recomputing all layers of the group at once.
-    """
+    Otherwise the compiler may recompute all layers of the group at once."""
 
     def run(weights: Any, *arguments: Any) -> Any:
         in_order = isinstance(weights, LayerOfGroup)

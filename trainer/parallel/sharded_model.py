@@ -46,13 +46,8 @@ class ShardedModel:
         remat: Callable[[Layer], Layer] = lambda layer: layer,
         linear_backend: str = "xla",
     ) -> None:
-        """Finds out how the weights are sharded, without making them.
-
-        Args:
-            attention: the attention that the model calls, on the mesh of `partition`.
-            tile: tokens of a device that the MLP treats at a time; None for all.
-            linear_backend: `backend` of linear attention.
-        """
+        """Finds out how the weights are sharded, without making them. The MLP treats `tile` tokens
+        of a device at a time; None for all."""
         self.attention = attention
         self.partition = partition
         self._make_model = make_model
@@ -91,11 +86,7 @@ class ShardedModel:
     def on_each_device(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """A function of global arrays that runs `function` as the program of each device.
-
-        Args:
-            function: a function of (weights, ...), called with a device's shards.
-        """
+        """A function of global (weights, ...) that runs `function` on the shards of each device."""
         return jax.shard_map(
             function,
             mesh=self.partition.mesh,
@@ -106,12 +97,8 @@ class ShardedModel:
     # The methods below run on one device, inside `on_each_device`.
 
     def local(self, weights: Any, gradient_slots: Any = None) -> Any:
-        """The model of one device, whose layers gather their weights when they run.
-
-        Args:
-            gradient_slots: slots for the gradients of those that are trained; None where nothing
-                is differentiated.
-        """
+        """The model of one device, whose layers gather their weights when they run. Slots are for
+        the trained weights; None where nothing is differentiated."""
         state = {}
         for name in weights:
             slots = None if gradient_slots is None else gradient_slots.get(name)
@@ -122,11 +109,7 @@ class ShardedModel:
         return nnx.merge(self._graph, nnx.State(state))
 
     def gather(self, name: str, weights: Any, gradient_slots: Any = None) -> Any:
-        """The whole weights of one part of the model, such as "embedding".
-
-        Args:
-            gradient_slots: slots for their gradients, likewise.
-        """
+        """The whole weights of one part of the model, such as "embedding"."""
         return self.partition.gather(_parameters(weights, gradient_slots), self.splits[name])
 
     def with_part(self, name: str, weights: Any) -> Any:

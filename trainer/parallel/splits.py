@@ -32,10 +32,9 @@ def make_parts(
 ) -> tuple[Parts, tuple[Attention, ...]]:
     """How batches of whole documents are divided, and the attention of each split.
 
-    The longest document takes all devices along the sequence, so that a share is what a device
-    holds of a row of `config.num_tokens`. The split of so many devices has the degrees of the mesh.
-    For each smaller number that divides the devices there is one: that of the fewest bytes through
-    the busiest port of a node and, of several such, that of the fewest bytes of a device.
+    The longest document takes all devices along the sequence, with the degrees of the mesh. For
+    each smaller number that divides the devices there is one split: that of the fewest bytes
+    through the busiest port of a node and, of several such, that of the fewest bytes of a device.
     """
     mesh: Any = attention.mesh
     # Neighbours in this order are in one node. Axes of degree 1 are in no spec.

@@ -58,11 +58,7 @@ class TrainState(NamedTuple):
 def initial_state(
     config: TrainConfig, optimizer: optax.GradientTransformation, weights: Any
 ) -> TrainState:
-    """The state before the first step.
-
-    Args:
-        config: whether there is an average.
-    """
+    """The state before the first step, with an average if `config` has one."""
     trained, frozen = split_frozen(weights)
     average = None if config.ema_decay is None else trained
     return TrainState(trained, optimizer.init(trained), average, frozen)
@@ -93,10 +89,8 @@ def batch_shapes(objective: Objective, attention: Attention) -> Any:
 
 
 def updated_average(decay: float, average: Any, weights: Any, count: Int32[Array, ""]) -> Any:
-    """The moving average after an update: average + (1 - d) * (weights - average).
-
-    The decay d rises to `decay`, so that the initial weights are soon forgotten.
-    """
+    """The moving average after an update: average + (1 - d) * (weights - average). The decay d
+    rises to `decay`, so that the initial weights are soon forgotten."""
     # `optax.incremental_update` computes (1 - d) * weights + d * average, whose rounding error is a
     # third larger: a quarter of the averages would differ in their last bit.
     decay_now = jnp.minimum(decay, (1.0 + count) / (10.0 + count))

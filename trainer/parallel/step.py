@@ -50,8 +50,7 @@ class StepMetrics(NamedTuple):
     """What a step reports, as scalars that every device has."""
 
     loss: Float32[Array, ""]
-    """Mean loss of a token of the batch before the update, with auxiliary losses; for a GPT, in
-    nats."""
+    """Mean loss of a token before the update, with auxiliary losses; for a GPT, in nats."""
     gradient_norm: Float32[Array, ""]
     """Global norm of the gradient before it was clipped."""
     finite: Bool[Array, ""]
@@ -75,8 +74,7 @@ class Program:
             partial(objective.prepare, training=True), objective.batch_shapes(attention.layout)
         )
         self.tokens_shape: tuple[int, int] = prepared.weights.shape
-        """(B, T) of a batch, with the tokens that fill a row up to a length that the layout
-        holds."""
+        """(B, T) of a batch, with the tokens that fill a row up to a length of the layout."""
         self.partition = make_partition(mesh, config, objective)
         self.optimizer = objective.make_optimizer(
             make_optimizer(config.optimizer, config.steps, self.partition)
@@ -138,8 +136,7 @@ class Program:
         self.losses: Callable[[Any, Any], tuple[Array, Array]] = jax.jit(
             self._losses, compiler_options=options
         )
-        """(`TrainState.model`, batch) -> sum of the losses of its tokens, and sum of the tokens'
-        weights."""
+        """(`TrainState.model`, batch) -> sum of the tokens' losses, and sum of their weights."""
 
     def _offload_options(self) -> dict[str, int]:
         config = self.config
@@ -204,11 +201,7 @@ class Program:
         return kept._replace(frozen=state.frozen), metrics
 
     def gradients(self, weights: Any, batch: Any) -> tuple[Float32[Array, ""], Any]:
-        """The mean loss of a batch, and its float32 gradients, sharded as the weights.
-
-        Args:
-            weights: all of the model. Only those that are trained have gradients.
-        """
+        """The mean loss of a batch, and float32 gradients of trained weights, sharded like them."""
         (loss, _), gradients = self._metrics_and_gradients(weights, batch)
         return loss, gradients
 
@@ -357,10 +350,8 @@ class Program:
         return lax.psum(x, self.partition.all) if self.partition.all else x
 
     def _own_tokens(self, x: Array) -> Array:
-        """This device's share of tokens that all devices along `tensor` have.
-
-        Where the devices do not divide them, the last share ends with zeros, which have no weight.
-        """
+        """This device's share of tokens that all devices along `tensor` have. Where the devices do
+        not divide them, the last share ends with zeros, which have no weight."""
         parts = self.partition.size(self.partition.tensor)
         count = -(-x.shape[1] // parts)
         x = self.partition.copy_to_tensor(x)

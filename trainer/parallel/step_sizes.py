@@ -44,11 +44,8 @@ def footprint(config: TrainConfig, objective: Objective, degrees: Degrees) -> Fo
 
 
 def step_limit(devices: Sequence[Any], whole: int | None = None) -> int:
-    """Bytes that a step may take on each device: what jax has of a GPU. All processes must ask.
-
-    Args:
-        whole: bytes of memory of a device; None to ask it.
-    """
+    """Bytes that a step may take on each device: what jax has of a GPU of `whole` bytes (None to
+    ask it). All processes must ask."""
     share = _SHARE_OF_CPU if devices[0].platform == "cpu" else jax_share()
     fallback = int(share * (memory_of(devices[0]) if whole is None else whole))
     own = [x.memory_stats() or {} for x in devices if x.process_index == jax.process_index()]
@@ -60,15 +57,8 @@ def step_limit(devices: Sequence[Any], whole: int | None = None) -> int:
 def chosen_step(
     config: TrainConfig, objective: Objective, degrees: Degrees, limit: int
 ) -> tuple[Remat, Footprint]:
-    """What a step recomputes, and its memory.
-
-    Args:
-        limit: bytes that a step may take on a device.
-
-    Returns:
-        The remat of the config, or for "auto" the first of the planner's whose step surely fits
-        the memory (if none does, the one that needs least); and the memory of the step with it.
-    """
+    """The remat of a step within `limit` bytes of a device, and its memory. For "auto" it is the
+    first of the planner's that surely fits or, if none does, the one that needs least."""
     # Made once for all levels: this takes nearly all of the time, and no size depends on the remat.
     sizes = step_sizes(config, objective, degrees)
     known: Any = REMAT[:-1] if config.attention.keep_gathered else REMAT
@@ -80,11 +70,7 @@ def chosen_step(
 
 
 def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> StepSizes:
-    """The sizes on which the memory of a training step depends.
-
-    Args:
-        degrees: degrees of the mesh; so many devices need not be there.
-    """
+    """What the memory of a training step depends on; the devices of the mesh need not be there."""
     if config.whole_documents:  # Parts are computed one after another, as those of accumulation.
         parts = max(config.batch_size // degrees.data, 1)
         config = dataclasses.replace(config, gradient_accumulation=parts)
@@ -253,10 +239,7 @@ class _NoLinear:
 
 
 def _is_vocabulary(weights: Any, outputs: int) -> bool:
-    """Whether weights outside of the layers are a large embedding or a large head.
-
-    Such a matrix has a row for every output. One with fewer outputs than channels is smaller than a
-    kernel of a layer, and the estimate leaves it out.
-    """
+    """Whether weights outside of the layers are a large embedding or head, with a row per output.
+    One with fewer outputs than channels is smaller than a kernel of a layer, and is left out."""
     (shape, *_) = (x.shape for x in jax.tree.leaves(weights))
     return len(shape) == 2 and outputs in shape and outputs == max(shape)

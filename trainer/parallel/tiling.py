@@ -15,17 +15,12 @@ from startrail_jax.xla.varying import vary
 
 
 def in_tiles(function: Callable[..., Array], tile: int | None, dtype: Any) -> Callable[..., Array]:
-    """A function of tokens that is computed for `tile` of them at a time, forward and backward.
+    """A function of tokens that is computed for `tile` of them at a time (None for all at once).
 
-    A tile saves its input, and its backward pass computes the rest again.
-
-    Args:
-        function: a function of arrays [B T ...] to an array [B T ...] that treats each token by
-            itself; it may be called with tokens of zeros, whose outputs are dropped.
-        tile: most tokens at a time; None for all at once.
-        dtype: type in which `function` uses the matrices that it refers to. The loops over tiles
-            have them in this type, so that each matrix is cast once; gradients are added up in the
-            type of the matrix.
+    `function` takes arrays [B T ...] to an array [B T ...], each token by itself; outputs of added
+    tokens of zeros are dropped. A tile saves its input, and its backward pass computes the rest
+    again. The loops have the matrices that `function` refers to in `dtype`, so that each is cast
+    once; gradients are added up in the type of the matrix.
     """
 
     def tiled(*arrays: Array) -> Array:
@@ -97,21 +92,15 @@ def summed_in_tiles(
     *,
     differentiated: bool = True,
 ) -> Callable[..., Float32[Array, ""]]:
-    """The sum over all tokens of a function that is computed for one tile at a time.
+    """The sum over all tokens of a function, computed for `tile` tokens at a time (None for all).
 
-    Where the sum is differentiated, each tile gives its value and its gradients in one pass. So
-    what `function` computes is neither saved nor recomputed, and no second pass over the tiles
-    needs the weights.
+    `function` takes (weights, x [B T ...], more [B T ...], ...), and is differentiable by x and by
+    the float32 weights, whose values `dtype` must hold exactly. For tokens that are zeros in all
+    arrays, it must be 0. Each tile gives its value and its gradients in one pass, so that nothing
+    is saved or recomputed.
 
-    Args:
-        function: a function (weights, x [B T ...], more [B T ...], ...) -> the sum over its tokens.
-            It is differentiable by the weights, which are float32, and by x. For tokens that are
-            zeros in all arrays, it must be 0, as theirs have no weight.
-        tile: most tokens of a tile; None for all tokens.
-        dtype: a type that holds the values of the weights exactly; the loop over tiles keeps them
-            in it.
-        differentiated: whether the sum may be differentiated. If it is not, jax would keep its rule
-            for that, and with it all that `function` refers to, until the program ends.
+    If the sum is not `differentiated`, say so: jax would keep its rule for that, and with it all
+    that `function` refers to, until the program ends.
     """
 
     def tiles(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -144,10 +133,7 @@ def summed_in_tiles(
 
 def _cut(x: Array, tile: int) -> Array:
     """Tokens [B T ...] as tiles [n 1 size ...] of the same size, the last one ending with zeros.
-
-    Where `tile` does not divide the tokens, tiles are a little smaller, and fewer than n zeros are
-    computed for nothing.
-    """
+    They are as small as their number allows, so fewer than n zeros are computed for nothing."""
     tokens = x.shape[0] * x.shape[1]
     count = -(-tokens // tile)
     size = -(-tokens // count)
