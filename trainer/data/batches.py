@@ -39,19 +39,15 @@ Collate = Callable[[list[Any], list[int]], Batch]
 
 
 class OfRows(NamedTuple):
-    """A part of a batch whose arrays [B ...] belong to rows, and not to tokens, such as a text.
-
-    Every device along the sequence has all of them.
-    """
+    """A part of a batch whose arrays [B ...] belong to rows, not tokens, such as a text: every
+    device along the sequence has all of them."""
 
     arrays: Any
 
 
 class TrainingBatches(Iterator[Batch]):
     """An endless series of batches: all examples in random order, then in another, and so on.
-
-    Threads read batches ahead. An error in one of them is raised by `next`.
-    """
+    Threads read batches ahead; an error in one of them is raised by `next`."""
 
     def __init__(
         self,
@@ -67,13 +63,10 @@ class TrainingBatches(Iterator[Batch]):
     ):
         """Starts at the first batch; nothing is read yet.
 
-        Args:
-            collate: makes rows of a batch from examples and their numbers. The example in row r of
-                batch k has the number k * batch_size + r, with r and k counted from 0.
-            rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
-            digest: hash of the content of the source, if it is known.
-            groups: number of the group of each example, if a batch has examples of one group: see
-                `GroupOrder`. The default is one group.
+        `collate` makes rows of a batch from examples and their numbers: row r of batch k has the
+        number k * batch_size + r, counted from 0. `rows` are those of each batch to read, as
+        `local_rows` returns them (None for all), `digest` is a hash of the content of the source,
+        and `groups` the number of the group of each example (see `GroupOrder`).
         """
         rows = range(batch_size) if rows is None else rows
         # Checkpoints hold these names.
@@ -111,12 +104,8 @@ class TrainingBatches(Iterator[Batch]):
         return {"batches": self._iterator.get_state()["next_index"], **self._order}
 
     def set_state(self, state: Mapping[str, Any], *, new_order: bool = False) -> None:
-        """Goes to a position, so that the next batch is the one that followed it.
-
-        Args:
-            new_order: whether the data or their order may differ from those of `state`. If they
-                differ, they start at their first batch.
-        """
+        """Goes to a position, so that the next batch is the one that followed it. With `new_order`,
+        data or an order that differ from those of `state` start at their first batch."""
         changed = changed_order(self._order, state)
         if goes_on(changed, new_order=new_order):
             self._iterator.set_state({"next_index": state["batches"]})
@@ -137,10 +126,9 @@ class GroupOrder:
     """The order of examples in batches that have examples of one group each.
 
     Each group has its own endless series of batches: its examples in random order, then in another,
-    and so on; what is left at the end of an order begins the next batch of the group. In epoch e,
-    the batches of a group of n examples are those that begin in its order e. So each group has its
-    share of the batches, and every example is there once in each n. The batches of all groups in an
-    epoch are mixed in random order.
+    and so on; what is left at the end of an order begins the group's next batch. In epoch e, the
+    batches of a group are those that begin in its order e, so each group has its share of the
+    batches. The batches of all groups in an epoch are mixed in random order.
     """
 
     def __init__(
@@ -182,10 +170,8 @@ class GroupOrder:
 
 
 class PartBatches(Iterator[PartBatch]):
-    """An endless series of batches of whole documents, on the host.
-
-    Threads read batches ahead. An error in one of them is raised by `next`.
-    """
+    """An endless series of batches of whole documents, on the host. Threads read batches ahead; an
+    error in one of them is raised by `next`."""
 
     def __init__(self, parts: Parts, data: Dataset, *, seed: int) -> None:
         """Starts at the first batch."""
@@ -229,10 +215,8 @@ class PartBatches(Iterator[PartBatch]):
 
 
 def changed_order(order: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """What differs between the data and their order, and those of a checkpoint.
-
-    Checkpoints of earlier versions do not tell the content, or the tokens made of it.
-    """
+    """What differs between the data and their order, and those of a checkpoint. Checkpoints of
+    earlier versions do not tell the content, or the tokens made of it."""
     return [
         f"{name}={value}, where the checkpoint has {name}={state[name]}"
         for name, value in order.items()
@@ -260,13 +244,10 @@ def validation_batches(
     rows: Sequence[int] | None = None,
     groups: Int64[np.ndarray, " examples"] | None = None,
 ) -> list[Batch]:
-    """Batches of examples that are spread evenly over a source; always the same examples.
+    """Batches of `count` examples or some more, spread evenly over a source; always the same ones.
 
-    If the source has fewer examples, each is there once. The last batch of a group is filled up.
-
-    Args:
-        count: number of examples, which is rounded up to whole batches.
-        rows: rows of each batch to read, as `local_rows` returns them. The default is all rows.
+    If the source has fewer, each is there once. The last batch of a group is filled up. `rows` are
+    those of each batch to read, as `local_rows` returns them; None for all.
     """
     rows = range(batch_size) if rows is None else rows
     used = min(-(-min(count, len(source)) // batch_size) * batch_size, len(source))
@@ -298,10 +279,8 @@ class Feed(Generic[Batch]):
     ) -> None:
         """Reads the batches to evaluate with, and starts to read those to train on.
 
-        Args:
-            sharding: sharding of an array [B T] of a batch of rows.
-            num_held_out: number of examples to evaluate with, rounded up to whole batches.
-            parts: how batches of whole documents are divided; None to train on batches of rows.
+        `sharding` is that of an array [B T]; `num_held_out` is rounded up to whole batches. `parts`
+        divides batches of whole documents; None to train on batches of rows.
         """
         self._sharding = sharding
         self._batch_size = shape[0]
@@ -386,11 +365,7 @@ def _describe_groups(groups: Groups, batch_size: int) -> BatchDescription:
 
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ...]:
-    """The rows of a batch that the devices of this process hold, in order.
-
-    Args:
-        sharding: sharding of an array [B T] of the batch.
-    """
+    """The rows of a batch that the devices of this process hold, in order; of arrays [B T]."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     slices = [index[0] for index in indices if index is not None]
     return tuple(sorted({row for rows in slices for row in range(shape[0])[rows]}))
@@ -403,16 +378,10 @@ def place(
     batch_size: int | None = None,
     rows: Sequence[int] | None = None,
 ) -> Batch:
-    """Copies a batch from the hosts to the devices.
+    """Copies a batch from the hosts to global arrays on the devices; `sharding` is of arrays [B T].
 
-    Args:
-        sharding: sharding of arrays [B T].
-        batch_size: number of rows of the batch, on all hosts together. The default is the number of
-            rows of `batch`.
-        rows: numbers of these rows in the batch, in order. The default is all rows.
-
-    Returns:
-        The batch as global arrays.
+    `batch_size` counts the rows on all hosts together, and `rows` are the numbers of those in
+    `batch`, in order. By default, it has all rows.
     """
     given = len(jax.tree.leaves(batch)[0])
     local = tuple(range(given)) if rows is None else tuple(rows)
@@ -430,13 +399,8 @@ def place(
 
 
 def shardings(batch: Any, sharding: NamedSharding) -> Any:
-    """The sharding of every array of a batch.
-
-    Args:
-        batch: a tree of arrays [B], [B T] or [B T ...], or of their shapes; those in `OfRows` have
-            no dimension of tokens.
-        sharding: sharding of arrays [B T].
-    """
+    """The sharding of every array, or shape, of a batch: [B], [B T] or [B T ...]. `sharding` is of
+    [B T]; arrays in `OfRows` have no dimension of tokens."""
 
     def over(dims: int) -> NamedSharding:
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:dims]))

@@ -28,18 +28,12 @@ WAY_OUT = "Delete the folder: its tokens are then made again."
 def filled_folder(
     cache: Path | None, key: str, write: Callable[[Path], None]
 ) -> Iterator[tuple[Path, dict[str, str]]]:
-    """The folder of a key in a cache. If there is none, one process writes it; others wait.
+    """The folder of a key in a cache, which one process fills; and the checksums of its files.
 
     The processes may be on several machines, if the file system has locks that these share. Each
-    reads all files once, and compares their checksums with those of what was written.
-
-    Args:
-        cache: folder of the cache; None for a folder that is there for the `with` block alone, but
-            for its files that are mapped into memory.
-        write: fills the folder, which is empty. If it fails or is killed, there is no folder.
-
-    Yields:
-        The folder, and the checksums of its files, by their names.
+    reads all files once, and compares their checksums with those of what was written. `write` fills
+    an empty folder; if it fails or is killed, there is no folder. Without a cache, the folder is
+    there for the `with` block alone, but for its files that are mapped into memory.
     """
 
     if cache is None:

@@ -32,10 +32,8 @@ class Subset:
 
 
 def held_out_of(source: Source, fraction: float) -> tuple[Subset, Subset]:
-    """The examples to train on, and a fraction of all that is held out, at least one.
-
-    Which these are depends on the number of examples alone.
-    """
+    """The examples to train on, and a fraction of all that is held out, at least one. Which these
+    are depends on the number of examples alone."""
     import numpy as np  # Here: tasks import this module, and `--help` must be fast.
 
     count = len(source)
@@ -56,19 +54,12 @@ class Documents(Protocol):
         ...
 
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> Any:
-        """Rows of documents, one after another, and padding, in natural order.
-
-        Returns:
-            A tree of arrays [rows, length, ...].
-        """
+        """Rows of documents and padding, in natural order: a tree of arrays [rows, length, ...]."""
         ...
 
 
 class Groups(NamedTuple):
-    """Groups of examples, for data whose examples have arrays of several shapes.
-
-    A batch has examples of one group.
-    """
+    """Groups of examples whose arrays differ in shape; a batch has examples of one group."""
 
     train: Any
     """Number of the group of each example to train on: integers [examples]."""
@@ -98,10 +89,9 @@ class Dataset:
     description: str
     """A line for the log, or several."""
     loss_unit: str
-    """Unit of the loss."""
     digest: str | None = None
     """A hash of the content of `train`, by which a run that goes on knows its data; None if only
     their number is compared."""
     tokens: str | None = None
-    """A hash of the tokens that were made of that content, which other versions of a tokenizer may
-    make otherwise; None if none were made."""
+    """A hash of the tokens made of that content, in which versions of a tokenizer may differ; None
+    if none were made."""

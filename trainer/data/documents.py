@@ -40,8 +40,7 @@ class Document:
     is_last: bool = True
     """Whether the document ends with this part; only then does a token that says so follow."""
     counted: tuple[tuple[int, int], ...] | None = None
-    """The parts of the text that the loss counts: their first characters, and the characters after
-    their last. None for all of it."""
+    """The parts of the text that the loss counts, [first, end) in characters; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +70,8 @@ def digest_files(files: Files) -> dict[str, str]:
 def read_documents(
     files: Files, *, text_key: str, on_read: Callable[[int], None] = lambda size: None
 ) -> Iterator[Document]:
-    """The documents of files, in order; long text files in parts.
-
-    Args:
-        files: of the kind "text" (a file is a document) or of `RECORD_KINDS` (a line or a row is).
-        on_read: is told of every number of bytes of the files that are read.
-    """
+    """The documents of files, in order; long text files in parts. `on_read` is told of every number
+    of bytes that are read."""
     if files.kind in RECORD_KINDS:
         for record in read_records(files, on_read, columns=(text_key,)):
             text = record.fields.get(text_key)
@@ -118,10 +113,8 @@ def read_records(
 ) -> Iterator[Record]:
     """The objects in JSONL files, or the rows of tables, in order. Blank lines are skipped.
 
-    Args:
-        on_read: is told of every number of bytes of the files that are read.
-        columns: the columns of tables that are needed; those that a table lacks are left out. None
-            for all.
+    `columns` are those needed of tables (None for all), of which a table may lack some. `on_read` is
+    told of every number of bytes that are read.
     """
     for key, path in files.paths.items():
         is_table = files.kind == "table"
@@ -135,10 +128,8 @@ def read_records(
 
 @contextmanager
 def _opened(path: Path, on_read: Callable[[int], None]) -> Iterator[TextIO]:
-    """A file of UTF-8, unpacked if it is compressed, without a byte-order mark.
-
-    `on_read` is told of its bytes on the disk.
-    """
+    """A file of UTF-8, unpacked if it is compressed, without a byte-order mark. `on_read` is told
+    of its bytes on the disk."""
 
     class Told(io.FileIO):
         def readinto(self, buffer: Any) -> int | None:

@@ -62,7 +62,6 @@ class Files:
     name: str
     """What the files are, for the log and for errors."""
     kind: Kind
-    """Kind of the files."""
     paths: dict[str, Path]
     """Path of each file by its key, sorted. A key is a path relative to the folder."""
     validation: Files | None = None
@@ -72,11 +71,7 @@ class Files:
 
 
 def standard_library(folder: Path | None = None) -> Files:
-    """The source code of the standard library of the running Python.
-
-    Args:
-        folder: folder of the library; None to ask the interpreter.
-    """
+    """The source code of the standard library: of the running Python, or in `folder`."""
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     keys: list[str] = []
     for parent, folders, names in os.walk(folder):
@@ -101,9 +96,9 @@ def standard_library(folder: Path | None = None) -> Files:
 def find_files(path: Path, option: str) -> Files:
     """A file, or all files in a folder and its subfolders, without hidden ones.
 
-    If a folder has files train.* and val.*, as nanoGPT writes them, these are the two parts of the
-    data, and other files are left out. The suffix is one of `PART_SUFFIXES`; parts may be numbered.
-    The splits of a folder of tables are its parts.
+    Files train.* and val.*, as nanoGPT writes them, are the two parts of the data, and other files
+    are left out. The suffix is one of `PART_SUFFIXES`; parts may be numbered. The splits of a
+    folder of tables are its parts.
     """
     with reading(path):
         if not os.path.lexists(path):
@@ -146,11 +141,7 @@ def without(files: Files, others: Files) -> Files:
 
 
 def map_tokens(path: Path, bin_dtype: str) -> Integer[np.ndarray, " tokens"]:
-    """The tokens of a .npy or .bin file, mapped into memory.
-
-    Args:
-        bin_dtype: data type of the tokens in a .bin file, little-endian.
-    """
+    """The tokens of a .npy or .bin file (little-endian, of `bin_dtype`), mapped into memory."""
     with reading(path):
         size = path.stat().st_size
         if kind_of(path) == "npy":
@@ -201,10 +192,7 @@ def _map_vector(path: Path) -> Integer[np.ndarray, " tokens"]:
 
 
 def walk_files(folder: Path) -> Iterator[str]:
-    """Relative paths of the files in a folder and its subfolders, without hidden ones.
-
-    Links are followed.
-    """
+    """Relative paths of all files below a folder but hidden ones; links are followed."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -246,8 +234,8 @@ def list_names(keys: Iterable[str]) -> str:
 def digest_of_tokens(path: Path) -> str:
     """A hash of the size and content of a file of tokens.
 
-    Of a file above `HASHED_BYTES`, only so many bytes count: those of blocks that are spread evenly
-    over it, the first and the last block among them.
+    Of a file above `HASHED_BYTES`, only so many bytes count, in blocks that are spread evenly over
+    it, the first and the last among them.
     """
     digest = hashlib.sha256()
     with reading(path), path.open("rb") as file:
@@ -311,11 +299,7 @@ def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
 
 
 def holds_tokens(path: Path, option: str) -> bool:
-    """Whether data are files of tokens, by their names.
-
-    Args:
-        path: a file or a folder. One that is gone has its own name alone.
-    """
+    """Whether a path holds tokens, by the names of its files; or by its own if it is gone."""
     names = [path.name]
     if path.is_dir():
         # Of a folder of folders, one file is enough to know it.

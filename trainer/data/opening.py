@@ -31,10 +31,8 @@ def json_lines(
 ) -> Iterator[Entry]:
     """What is parsed of each line of a JSONL file.
 
-    Args:
-        parse: takes the object of a line; ValueError, KeyError and TypeError say that it is wrong.
-        needed: the fields of an object, for the error.
-        way_out: the end of the error.
+    By ValueError, KeyError or TypeError, `parse` says that an object is wrong. The error then names
+    `needed`, the fields of an object, and ends with `way_out`.
     """
     with reading(path):
         text = path.read_text()

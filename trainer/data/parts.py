@@ -71,7 +71,6 @@ class Parts:
     """How batches of a run are divided into parts."""
 
     splits: tuple[DeviceSplit, ...]
-    """The splits that a part may have."""
     share: int
     """S: tokens of a part that a device holds."""
     most: int
@@ -137,11 +136,7 @@ class Parts:
     def read(
         self, documents: Documents, parts: Sequence[BatchPart], places: Sequence[int]
     ) -> PartBatch:
-        """Reads the tokens of some devices.
-
-        Returns:
-            The batch, with arrays [K places S ...] of these devices alone.
-        """
+        """Reads the tokens of some devices alone, into arrays [K places S ...]."""
         numbers = {split.c: number for number, split in enumerate(self.splits)}
         split = np.zeros(self.most, np.int32)
         read = []

@@ -17,11 +17,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 @contextmanager
 def shown_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how much of a number of bytes is read, on standard error.
-
-    Yields:
-        A function to call with each number of bytes that is read.
-    """
+    """Shows on standard error how much is read, by calls of what it yields, in bytes."""
     console = Console(stderr=True)
     # A path may hold what looks like markup.
     text = TextColumn("{task.description}", markup=False)

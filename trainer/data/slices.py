@@ -50,11 +50,7 @@ class Slicer:
     def __init__(
         self, encode: Callable[[str], list[int]], *, length: int = SLICE, window: int = WINDOW
     ) -> None:
-        """Starts before a document.
-
-        Args:
-            length: number of characters of a slice, unless it must be longer.
-        """
+        """Starts before a document. Slices have `length` characters, unless one must be longer."""
         self._encode = encode
         self._length = length
         self._window = window
@@ -62,10 +58,8 @@ class Slicer:
         self._limit = length
 
     def add(self, part: Document) -> Iterator[Document]:
-        """The slices that are certain after one more part of the document.
-
-        All of them must be taken before the next part is added.
-        """
+        """The slices that are certain after one more part of the document. All of them must be
+        taken before the next part is added."""
         document = part
         if self._waiting is not None:
             document = replace(self._waiting, text=self._waiting.text + part.text)

@@ -19,10 +19,8 @@ HELD_OUT = ("validation", "valid", "val", "dev", "test")
 
 
 def parts_of_tables(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files of a folder of tables that are trained on, and those that are held out.
-
-    Splits are those that `datasets.load_dataset` or `load_from_disk` finds.
-    """
+    """The files of a folder of tables that are trained on, and those that are held out. Splits are
+    those that `datasets.load_dataset` or `load_from_disk` finds."""
     with _datasets(folder) as datasets:
         if any((folder / name).is_file() for name in SAVED):
             found = datasets.load_from_disk(str(folder))
@@ -45,11 +43,8 @@ def parts_of_tables(folder: Path) -> tuple[list[Path], list[Path]]:
 def read_rows(
     path: Path, columns: Collection[str] | None = None, without: Collection[str] = ()
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a file, in order, with their numbers from 1. Values that are null are left out.
-
-    Args:
-        columns: names of the columns to read; those that the file lacks are left out. None for all.
-    """
+    """The rows of a file, in order, with their numbers from 1. Null values, and `columns` that the
+    file lacks, are left out (None for all columns)."""
     with _datasets(path) as datasets:
         kind = KIND_OF_SUFFIX[path.suffix.lower()]
         rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
