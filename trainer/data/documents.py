@@ -113,8 +113,8 @@ def read_records(
 ) -> Iterator[Record]:
     """The objects in JSONL files, or the rows of tables, in order. Blank lines are skipped.
 
-    `columns` are those needed of tables (None for all), of which a table may lack some. `on_read` is
-    told of every number of bytes that are read.
+    `columns` are those needed of tables (None for all); a table may lack some. `on_read` is told of
+    every number of bytes that are read.
     """
     for key, path in files.paths.items():
         is_table = files.kind == "table"
