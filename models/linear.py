@@ -26,15 +26,8 @@ def linear(
     """A projection of the last dimensions, of sizes `inputs`, to dimensions of sizes `outputs`.
 
     It turns inputs of variance 1 into outputs of variance gain^2, whatever the sizes. The kernel,
-    [*inputs, *outputs], is float32, and is used in `dtype`.
-
-    Args:
-        inputs: sizes of the dimensions that are contracted.
-        outputs: sizes of the dimensions that take their place.
-        gain: standard deviation of the outputs.
-        dtype: type of the products.
-        out_dtype: type of the output; None for `dtype`.
-        rngs: source of the initial weights.
+    [*inputs, *outputs], is float32, and is used in `dtype`, which is the type of the output too if
+    `out_dtype` is None.
     """
     axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
     return nnx.LinearGeneral(
@@ -88,16 +81,13 @@ def project_adapted(
 def project(
     x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int = 1, out_dtype: Any = None
 ) -> Float[Array, "..."]:
-    """Contracts the last dimensions of x with the first of the kernel, in the type of x.
+    """Contracts the last dimensions of x, [..., *inputs], with a kernel's, [*inputs, *outputs].
+
+    The kernel is float32, and cast to the type of x, which is that of the output too if `out_dtype`
+    is None. `contracted` is the number of dimensions in `inputs`.
 
     The gradient of the kernel is float32. A matrix product of 16-bit arrays adds in float32 anyway,
     and the sums that follow it, over tiles, parts of a batch and devices, should not round.
-
-    Args:
-        x: [..., *inputs], of any floating type.
-        kernel: [*inputs, *outputs], float32.
-        contracted: number of dimensions in `inputs`.
-        out_dtype: type of the output; None for that of x.
     """
     return jnp.tensordot(
         x, kernel.astype(x.dtype), contracted, preferred_element_type=out_dtype or x.dtype
@@ -133,13 +123,9 @@ def project_to_rows(
 ) -> Float[Array, "... V"]:
     """`project` with a table whose rows take the place of a kernel's columns: a tied embedding.
 
-    The gradient of the table is computed as it lies in memory. XLA would join the transpose of
-    another one with its product, in a form that its compiler for CPUs lacks for 16-bit arrays.
-
-    Args:
-        x: [..., channels], of any floating type.
-        table: [rows, channels], float32.
-        out_dtype: type of the output; None for that of x.
+    The table is float32, and its gradient is computed as it lies in memory. XLA would join the
+    transpose of another one with its product, in a form that its compiler for CPUs lacks for 16-bit
+    arrays.
     """
     return lax.dot_general(
         x,

@@ -6,16 +6,8 @@ from startrail_jax.errors import InputError
 
 
 def check_dit_width(*, width: int, heads: int, prefix: str = "") -> None:
-    """Raises unless a diffusion transformer can have this width.
-
-    Args:
-        width: channels of the residual stream.
-        heads: attention heads.
-        prefix: what comes before both names where a user sets them, such as "model.".
-
-    Raises:
-        ValueError: if the heads do not divide the width, or positions cannot be coded in it.
-    """
+    """Raises unless a diffusion transformer can have this width. `prefix`, such as "model.", begins
+    both names in the message."""
     if width % heads:
         raise InputError(
             f"{prefix}heads must divide {prefix}width; got heads={heads}, width={width}. "

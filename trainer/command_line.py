@@ -37,11 +37,7 @@ class Command(Generic[Settings]):
 def parse(
     arguments: Sequence[str], *, default: Settings, prog: str, description: str | None
 ) -> Command[Settings]:
-    """Reads flags; on a mistake, prints a message and exits with status 2.
-
-    Args:
-        default: the settings that apply where there is no flag.
-    """
+    """Reads flags, over `default`; on a mistake, prints a message and exits with status 2."""
     kind: Any = Command[type(default)]
     registry = ConstructorRegistry()
     registry.struct_rule(_with_whole_lines)

@@ -18,10 +18,8 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 def flush_files(folder: Path, process: int) -> None:
     """Flushes to the disk what a process has written below a folder, each file and folder of it.
-
-    Files and folders whose name ends in the number of a process, such as `process_3`, are its own.
-    All others belong to process 0.
-    """
+    Names that end in the number of a process, such as `process_3`, are its own; process 0 has the
+    others."""
     paths = [Path(path, name) for path, _, files in os.walk(folder) for name in (*files, ".")]
 
     def owner(path: Path) -> int:
@@ -44,19 +42,14 @@ def flush(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Renames a folder, or replaces a file, and waits until that is on the disk.
-
-    Both names lie in one folder.
-    """
+    """Renames within a folder, or replaces a file, and waits until that is on the disk."""
     old.replace(new)
     flush(new.parent)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file of one text, of which a reader finds the old one or the new one whole.
-
-    After it returns, so does a reader after a power failure.
-    """
+    """Writes a file of one text, of which a reader finds the old one or the new one whole, also
+    after a power failure once it has returned."""
     part = path.with_name(f"{path.name}.part")
     with part.open("w") as file:
         file.write(text + "\n")
@@ -65,10 +58,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder and all that is in it.
-
-    It is renamed first: a kill or a power failure leaves it whole, or under another name.
-    """
+    """Removes a folder and all that is in it. It is renamed first: a kill or a power failure leaves
+    it whole, or under another name."""
     if not folder.name.endswith(REMOVED):
         renamed = folder.with_name(folder.name + REMOVED)
         shutil.rmtree(renamed, ignore_errors=True)  # An earlier kill may have left one.

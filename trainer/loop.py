@@ -46,9 +46,9 @@ class _Step(NamedTuple):
 class Loop:
     """A run while it trains. `train.py` calls its methods in the order in which they stand here.
 
-    On GPUs, the next step runs while the metrics of the step before are read: `read_metrics` lags
-    behind `step`. On simulated devices it must not, since their programs share the threads of the
-    host and would wait for each other.
+    On GPUs, the next step runs while `read_metrics` waits for those of the step before. On
+    simulated devices it must not, since their programs share the threads of the host and would wait
+    for each other.
     """
 
     def __init__(
@@ -60,12 +60,8 @@ class Loop:
         interrupted: Callable[[int], bool],
         initial: InitialWeights | None = None,
     ) -> None:
-        """Prepares the loop; `begin` makes its state.
-
-        Args:
-            interrupted: tells whether to stop after a step; see `trainer.run.interruption`.
-            initial: the weights with which the run begins; None for random ones.
-        """
+        """Prepares the loop; `begin` makes its state, with random weights if `initial` is None.
+        `interrupted` tells whether to stop after a step: see `trainer.run.interruption`."""
         self.config = program.config
         self.checkpoints = checkpoints
         self.report = report
@@ -96,13 +92,7 @@ class Loop:
         self._ahead = 0 if self._devices[0].platform == "cpu" else 1
 
     def begin(self) -> int:
-        """Makes the state, and compiles the training step.
-
-        The state is that of the newest checkpoint, if there is one.
-
-        Returns:
-            The number of steps that are done.
-        """
+        """Compiles the step, and makes the state or reads it; returns the number of steps done."""
         config, program, report = self.config, self._program, self.report
         self.checkpoints.check_space(program.state_shapes.changing)
         done = self.checkpoints.begin_after()
@@ -211,12 +201,8 @@ class Loop:
         self.validation_loss = total / weight
 
     def read_metrics(self, *, all_steps: bool = False, **measured: float) -> None:
-        """Waits for the metrics of the steps, and reports them.
-
-        Args:
-            all_steps: whether to wait for the last step too.
-            measured: other metrics, which are reported with those of the last step.
-        """
+        """Waits for the metrics of the steps (with `all_steps`, of the last one too), and reports
+        them. Those `measured` otherwise are reported with the last step."""
         while len(self._unread) > (0 if all_steps else self._ahead):
             step = self._unread.popleft()
             self._read(step, {} if self._unread else measured)
@@ -250,10 +236,8 @@ class Loop:
         self.report.advance(number, measured or None)
 
     def save(self, step: int) -> None:
-        """Saves the state and the settings; returns before the files are complete.
-
-        The weights are finite, since no step takes an update that is not.
-        """
+        """Saves the state and the settings; returns before the files are complete. The weights are
+        finite, since no step takes an update that is not."""
         self.read_metrics(all_steps=True)
         self.save_settings()
         self.report.flush()
@@ -275,10 +259,7 @@ class Loop:
         return {} if self.config.allow_changes else self._settings
 
     def save_settings(self) -> None:
-        """Writes mesh.json and config.json.
-
-        If a resumed run has new settings, they hold from its first save.
-        """
+        """Writes mesh.json and config.json; new settings hold from the first save of a run."""
         if jax.process_index() == 0:
             lasting = replace(self.config, allow_changes=False, profile=None)
             # First: a folder with a config.json alone is that of a run which did not note it.

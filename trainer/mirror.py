@@ -31,10 +31,8 @@ CONSTANT = (f"{folder.FROZEN_FOLDER}/", f"{folder.KEPT_FOLDER}/")
 
 
 class Mirror:
-    """The copies of a run in a store; of none if `url` is None. A context manager.
-
-    One program at a time may copy a run.
-    """
+    """The copies of a run in a store; of none if `url` is None. A context manager. One program at a
+    time may copy a run."""
 
     def __init__(self, url: str | None, run_dir: Path, *, keep: int) -> None:
         """Opens the store of a run, for some number of copies; nothing is written."""
@@ -74,7 +72,6 @@ class Mirror:
 
     def fetch(self) -> None:
         """Fetches the newest whole copy, if it is newer than the checkpoints of the run folder.
-
         Raises OSError if a file of it cannot be read, RuntimeError if another program trains there.
         """
         with self._reading():

@@ -55,10 +55,8 @@ def is_of_disk(url: str) -> bool:
 
 
 def without_secret(text: str) -> str:
-    """A text to show, without what may be a secret in a URL: all before an @, and queries.
-
-    Too much is hidden rather than too little, as a password may hold a / or an @.
-    """
+    """A text to show, without what may be a secret in a URL: all before an @, and queries. Too much
+    is hidden rather than too little, as a password may hold a / or an @."""
     text = re.sub(r"(\w+:/+)?\S*@", r"\1***@", text)
     return re.sub(r"(/\S*?[?#])[^\s'\")>]+", r"\1***", text)
 

@@ -101,13 +101,10 @@ class Planner:
     def default(self, devices: Sequence[Any]) -> PlannedMesh | None:
         """The mesh of a run that asks for no plan; nothing is measured.
 
-        Inside one node of known GPUs, it is the fastest by their data sheet. There, kernels and the
-        memory decide how long a step takes, rather than bytes.
-
-        Returns:
-            The fastest mesh, or that of the fewest bytes if no mesh of the run is predicted to fit
-            the memory. None if nothing is predicted: where `data_sheet_cluster` finds no cluster,
-            and for one device, whole documents, Muon, or a given degree of team, group or ring.
+        Inside one node of known GPUs, it is the fastest by their data sheet, since kernels and
+        memory decide there, and that of the fewest bytes if none is predicted to fit. It is None
+        where nothing is predicted: without a `data_sheet_cluster`, and for one device, whole
+        documents, Muon, or a given degree of team, group or ring.
         """
         config, mesh = self.config, self.config.mesh
         if config.whole_documents or config.optimizer.kind == "muon" or len(devices) == 1:
@@ -145,11 +142,8 @@ class Planner:
     def forecasts(self, cluster: Cluster, count: int, limit: int | None = None) -> list[Prediction]:
         """The meshes with the fastest predictions that the run can have, the fastest first.
 
-        Args:
-            limit: bytes that a step may take on a device; None for jax's share of its memory.
-
-        Returns:
-            Predictions, whose `memory_bytes` are by the run's own sizes.
+        `limit` is the bytes that a step may take on a device; None for jax's share of its memory.
+        The `memory_bytes` of predictions are by the run's own sizes.
         """
         return self._found(cluster, count, limit, lambda mesh: mesh)[1]
 

@@ -13,10 +13,8 @@ KEPT = "\n\t"
 
 
 def printable(text: str) -> str:
-    r"""The text with escapes for characters that would command a terminal: ESC becomes \x1b.
-
-    New lines and tabs stay, so the text of a stream may be given in any parts.
-    """
+    r"""The text with escapes for characters that would command a terminal: ESC becomes \x1b. New
+    lines and tabs stay, so the text of a stream may be given in any parts."""
     if text.isprintable():
         return text
 

@@ -45,17 +45,10 @@ def together(
 ) -> Iterator[None]:
     """Joins the other processes of a program, if there are any, and leaves them at the end.
 
-    To be entered before jax is used. If this process or another one fails, all of them end with a
-    status other than 0.
-
-    Args:
-        options: which process this is, and where the others are.
-        folder: the run folder, where the processes find each other's errors.
-        saves_at_sigterm: whether SIGTERM is left to `trainer.run.interruption`; it ends the process
-            otherwise.
-
-    An error does not leave the context: the process ends in it, since Python's own exit would wait
-    for processes that may hang.
+    To be entered before jax is used. If one process fails, all of them end with a status other than
+    0; they find each other's errors in the run folder. An error does not leave the context: the
+    process ends in it, since Python's own exit would wait for processes that may hang. SIGTERM ends
+    it too, or is left to `trainer.run.interruption` (`saves_at_sigterm`).
     """
     if not options.several:
         yield
@@ -274,13 +267,10 @@ def require_same_data(data: Dataset) -> None:
 def select_devices(count: int | None, *, processes: int | None = 1) -> list[Any]:
     """The first `count` devices, or all of them; to be called before jax is used.
 
-    On a machine that has only a CPU, the CPU is made to look like `count` devices, 8 by default. A
-    number of simulated devices that is already set, in jax's configuration or in XLA_FLAGS, is
-    kept. Every process contributes the same number of devices, the first of its own.
-
-    Args:
-        processes: number of processes that share the simulated devices. None if that is not known
-            before jax is used: each process then has the number already set, or one.
+    On a machine that has only a CPU, the CPU is made to look like `count` devices, 8 by default; a
+    number that is set in jax's configuration or in XLA_FLAGS is kept. Every process contributes the
+    same number of devices, the first of its own. If `processes` is None, as their number is not
+    known before jax is used, each has the number already set, or one.
     """
     if count is not None and processes is not None:
         _share(count, processes)
@@ -321,11 +311,8 @@ def _share(count: int, processes: int) -> int:
 
 
 def unused_gpus(platform: str, wanted: str | None, folder: Path = Path("/dev")) -> str | None:
-    """A line for the log if the machine has NVIDIA GPUs, but jax computes on the CPU.
-
-    Args:
-        wanted: the platforms that jax may use, by its option `jax_platforms`; None for all.
-    """
+    """A line for the log if the machine has NVIDIA GPUs, but jax computes on the CPU. `wanted` is
+    jax's option `jax_platforms`."""
     gpus = len(list(folder.glob("nvidia[0-9]*")))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if platform != "cpu" or wanted or hidden or not gpus:

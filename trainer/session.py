@@ -51,10 +51,8 @@ class Session:
         return jax.process_index() == 0
 
     def print(self, text: str, end: str = "\n") -> None:
-        """Prints text to standard output, in the first process only.
-
-        A terminal gets escapes for control characters; a file or a program gets the text as it is.
-        """
+        """Prints text to standard output, in the first process only. A terminal gets escapes for
+        control characters; a file or a program gets the text as it is."""
         if self.is_first:
             is_terminal = sys.stdout is not None and sys.stdout.isatty()
             print(printable(text) if is_terminal else text, end=end, flush=True)
@@ -80,18 +78,13 @@ def joined(
 ) -> Iterator[Session]:
     """Starts the processes of a program, and watches over them until all have left.
 
-    Call it before jax is used. If one process fails, all of them end with status 1.
+    Call it before jax is used. If one process fails, all of them end with status 1. Processes
+    compare their settings, which are of `kind`, but for paths and `allow_changes`. In the run
+    folder they find the degrees with which it trained last, and each other's errors; the first one
+    may complete it (`prepare`) while the others wait.
 
-    Args:
-        kind: what the settings are, for the comparison of the processes. Paths may differ, since
-            other machines have other folders, and so may `allow_changes`.
-        folder: the run folder, where the processes find the degrees that the run had when it
-            trained last, and each other's errors.
-        adapts: whether to use all devices, with default degrees, if the devices and degrees of the
-            settings do not fit the devices that exist.
-        plan: chooses the mesh of a run that has none yet. Without it, and where it makes no
-            choice, the fewest bytes decide.
-        prepare: completes the run folder, in the first process while the others wait.
+    With `adapts`, all devices and default degrees are used where those of the settings do not fit.
+    Where `plan` chooses no mesh for a new run, the fewest bytes decide.
     """
     with together(distributed, folder, saves_at_sigterm=saves_at_sigterm):
         processes = distributed.known_processes

@@ -17,11 +17,7 @@ _PART = 1 << 24
 
 
 def sha256_of(file: Path, advance: Callable[[int], object] = lambda size: None) -> str:
-    """The SHA-256 of the content of a file, in hexadecimal digits.
-
-    Args:
-        advance: is told the size of each part that was read, in bytes.
-    """
+    """The SHA-256 of a file, in hexadecimal digits. `advance` is told of all bytes read."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while part := opened.read(_PART):
@@ -46,14 +42,8 @@ def write_sums(folder: Path) -> None:
 def check_sums(
     folder: Path, way_out: str, advance: Callable[[int], object] = lambda size: None
 ) -> dict[str, str]:
-    """Reads all files of a folder, and compares them with what `write_sums` noted.
-
-    Args:
-        advance: is told the size of each part that was read, in bytes.
-
-    Returns:
-        The checksums by the names of the files.
-    """
+    """The checksums of all files of a folder, by name, which must be those that `write_sums` noted.
+    `advance` is told of all bytes read."""
     file = folder / SUMS_FILE  # The errors name it.
     must = "Files with checksums must be as they were written; got"
     try:

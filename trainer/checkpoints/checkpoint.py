@@ -55,8 +55,8 @@ _numbers = itertools.count()
 class Checkpoints:
     """The newest checkpoints of a run, with a folder for each step. A context manager.
 
-    After a save that failed it cannot be used any more, since threads may still be writing. A new
-    instance clears what they leave.
+    After a save that failed it is unusable, since threads may still be writing; a new instance
+    clears what they leave.
     """
 
     def __init__(
@@ -72,14 +72,11 @@ class Checkpoints:
     ) -> None:
         """Opens or makes `folder`, and removes unfinished checkpoints that a killed run left.
 
-        Args:
-            keep: number of checkpoints to keep. The oldest is removed when a new one is whole.
-            strict: whether `restore` refuses a damaged checkpoint, and does not use an older one.
-            in_little_memory: shapes, types and shardings of what will be saved, if writing it
-                must take little memory beside it.
-            note: is told what the user must know, such as that a checkpoint is damaged.
-            when_whole: is told the step of each new checkpoint, before older ones are removed.
-            is_held: whether the checkpoint of a step must stay for now.
+        When a checkpoint is whole, `when_whole` is told its step. Then only the newest `keep` stay,
+        and those that `is_held` names. With `strict`, `restore` refuses a damaged checkpoint, and
+        does not use an older one. `in_little_memory` has the shapes, types and shardings of what
+        will be saved, if writing it must take little memory beside it. `note` is told what the
+        user must know.
         """
         self._folder = folder.resolve()
         self._keep = keep
@@ -166,11 +163,7 @@ class Checkpoints:
         return self._folder / f"seen_by_all_{number}"
 
     def check_space(self, state: PyTree[jax.ShapeDtypeStruct]) -> None:
-        """Raises an error before training if its checkpoints would fill the disk.
-
-        Args:
-            state: shapes and types of the state that will be saved.
-        """
+        """Raises an error before training if its checkpoints would fill the disk."""
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         missing = max(self._keep + 1 - len(self.steps), 1)
         free = shutil.disk_usage(self._folder).free
@@ -191,10 +184,8 @@ class Checkpoints:
         """Copies the state off the devices and writes it in the background.
 
         The arrays may be donated or deleted as soon as this returns. It waits for an earlier save,
-        and does nothing if the step is saved already.
-
-        Args:
-            data_state: position in the data, as values of JSON; the same on all processes.
+        and does nothing if the step is saved already. `data_state`, the position in the data, has
+        values of JSON, the same on all processes.
         """
         self.wait()
         if step in self.steps:
@@ -262,18 +253,11 @@ class Checkpoints:
         state: PyTree[jax.ShapeDtypeStruct],
         settings: Mapping[str, str] | None = None,
     ) -> tuple[PyTree[Shaped[Array, "..."]], dict[str, Any]]:
-        """Reads the newest checkpoint that is whole, after it has waited for a save in progress.
+        """Reads the newest checkpoint that is whole: its state, and its position in the data.
 
-        Damaged ones are removed when an earlier one is read, unless `strict`. `restored` tells
-        which one was read.
-
-        Args:
-            state: shapes, types and shardings to restore to. The mesh may differ from the one that
-                the checkpoint was saved from.
-            settings: settings that must be those that the checkpoint was saved with, as flags.
-
-        Returns:
-            The state, a tree like `state`; and the position in the data.
+        It waits for a save in progress. Damaged ones are removed when an earlier one is read,
+        unless `strict`. `restored` tells which one was read. `state` has shapes, types and
+        shardings to restore to, on any mesh; `settings`, as flags, must be those of the checkpoint.
         """
         self.wait()
         step, arrays, data, damaged = read_newest(
@@ -330,11 +314,8 @@ class Checkpoints:
 def save_frozen(folder: Path, shapes: Any, weights: Any, *, note: Callable[[str], object]) -> None:
     """Saves weights that no step changes, once for all checkpoints; all processes must call it.
 
-    They are on the disk, with checksums, when it returns. So every whole checkpoint can be used as
-    long as the folder of the run is there, whatever becomes of the model that it began with.
-
-    Args:
-        shapes: shapes, types and shardings of the weights; None if there are none.
+    They are on the disk, with checksums, when it returns, so that checkpoints can be used whatever
+    becomes of the model that the run began with. `shapes` has types and shardings too, or is None.
     """
     if shapes is None:
         return

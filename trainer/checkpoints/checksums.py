@@ -86,10 +86,8 @@ def digest(text: str) -> str:
 
 
 def checksums_of(arrays: Mapping[str, Shaped[Array, "..."]]) -> dict[str, str]:
-    """The checksum of the values of every array: 64 bits, as 16 hexadecimal digits.
-
-    All processes must call it with the same arrays, of which each may hold a part.
-    """
+    """The checksum of the values of every array: 64 bits, as 16 hexadecimal digits. All processes
+    must call it with the same arrays, of which each may hold a part."""
     sums = {}
     for name, array in arrays.items():
         # One program at a time: those of simulated devices would wait for each other.

@@ -35,11 +35,9 @@ Result = TypeVar("Result")
 
 
 class OrbaxLog(logging.Filter):
-    """Keeps the log of orbax off the terminal, and remembers the last error in it.
-
-    orbax logs a failure in each thread that sees it, with its traceback, and raises it as well. It
-    also warns of old checkpoints that a kill left half deleted, which the next save removes.
-    """
+    """Keeps the log of orbax off the terminal, and remembers the last error in it. orbax logs a
+    failure in each thread that sees it, and raises it as well; and it warns of old checkpoints that
+    a kill left half deleted, which the next save removes."""
 
     error: BaseException | None = None
 
@@ -116,16 +114,10 @@ def read_newest(
 ) -> tuple[int, dict[str, Shaped[Array, "..."]], str, dict[int, DamagedError]]:
     """Reads the newest checkpoint that is whole. All processes must call it.
 
-    Args:
-        folder: the folder of the checkpoints, to which a run may be adding others.
-        wanted: the arrays to read, with shardings; or a function that chooses them from a mapping
-            of all names, and then the others are not read.
-        owner: what the arrays must belong to, for the message.
-        step: the only step to read; None for any.
-
-    Returns:
-        Its step, its arrays by name in the order of `wanted`, the position in the data, and the
-        newer ones that are damaged.
+    `wanted` are arrays with shardings, or a function that chooses them from all names. `owner` is
+    what they must belong to, for the message; `step` is the only one to read (None for any).
+    Returned are its step, its arrays by name in the order of `wanted`, its position in the data,
+    and the newer ones that are damaged. A run may be adding checkpoints to the folder.
     """
     damaged: dict[int, DamagedError] = {}
     while left := [x for x in newest_first(folder) if x not in damaged and step in (None, x)]:
@@ -165,19 +157,11 @@ def restore_weights(
     kind: str | None = None,
     note: Callable[[str], object] = warnings.warn,
 ) -> tuple[PyTree[Shaped[Array, "..."]], int]:
-    """Reads only the weights of the newest whole checkpoint: their average if the run keeps one.
+    """Reads only the weights of a checkpoint (None for the newest whole one), and tells its step.
 
-    It writes nothing and touches no unfinished checkpoint, so the run may still be training.
-
-    Args:
-        weights: shapes, types and shardings to restore to.
-        settings: settings that must be those that the checkpoint was saved with, as flags.
-        step: the step of the checkpoint; None for the newest that is whole.
-        kind: what the names of the arrays begin with; None for the weights or their average.
-        note: is told what the user must know, such as that the newest checkpoint is damaged.
-
-    Returns:
-        A tree like `weights`; and the step at which it was saved.
+    They are the average if the run keeps one, or arrays whose names begin with `kind`. It writes
+    nothing and touches no unfinished checkpoint, so the run may still be training. `weights` has
+    shapes, types and shardings; `settings`, as flags, must be those of the checkpoint.
     """
 
     def choose(saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,11 +51,7 @@ def describe_curve(run_dir: Path) -> str:
 
 
 def draw_curve(run_dir: Path) -> Path:
-    """Draws the losses that a run has reported so far, over its steps.
-
-    Returns:
-        The SVG file, in that folder.
-    """
+    """Draws the losses that a run has reported so far, over its steps, in an SVG file there."""
     losses = losses_of(read_records(run_dir))
     if not any(losses.values()):
         raise InputError(

@@ -20,11 +20,9 @@ CTRL_C_STATUS = 130
 def exit_on_user_errors() -> Iterator[None]:
     """Ends the program with status 1 and the message alone when a `UserError` reaches it.
 
-    Ctrl-C ends it with status 130 and no traceback. Every other error is a fault of the program or
-    of a library, and keeps its traceback.
-
-    A program whose checkpoint could not be saved ends at once: threads of orbax may wait for
-    minutes for a folder that does not exist.
+    Ctrl-C ends it with status 130; every other error is a fault of the program or of a library, and
+    keeps its traceback. A program whose checkpoint could not be saved ends at once: threads of
+    orbax may wait for minutes for a folder that does not exist.
     """
     try:
         yield
@@ -52,10 +50,8 @@ def describe(error: BaseException) -> str:
 
 
 def end_now(message: str) -> NoReturn:
-    """Prints a message and ends this process with status 1, from any thread.
-
-    Nothing of what Python does when it exits is done: jax would wait there for processes that hang.
-    """
+    """Prints a message and ends this process with status 1, from any thread. Nothing of what Python
+    does when it exits is done: jax would wait there for processes that hang."""
     # A progress bar that was cut short has hidden the cursor.
     if sys.stdout.isatty():
         print("\x1b[?25h", end="")

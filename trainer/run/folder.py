@@ -47,12 +47,8 @@ COMMIT = "commit"
 def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
     """Makes or reopens the folder of a run and keeps other programs from training in it.
 
-    Args:
-        config: the run. It is compared with config.json if the folder has a checkpoint.
-        writes: whether this process locks and writes; True for the first process of a run alone.
-
-    Yields:
-        The folder.
+    The config is compared with config.json if there is a checkpoint. Without `writes`, which only
+    the first process has, nothing is locked or written.
     """
     folder = config.run_dir
     require_writable(folder)
@@ -117,9 +113,8 @@ class FormerMesh:
     """The mesh with which a run trained last."""
 
     degrees: dict[str, int]
-    """The degrees by their names."""
     order: tuple[str, ...] | None = None
-    """The order of the axes over the nodes, if the planner chose it with the degrees."""
+    """The order of the axes over the nodes, if the planner chose it."""
 
     def __str__(self) -> str:
         planned = "" if self.order is None else f", planned in the order {' '.join(self.order)}"
@@ -160,11 +155,7 @@ def read_mesh(run_dir: Path) -> FormerMesh | None:
 
 @functools.cache
 def current_versions() -> dict[str, str]:
-    """Versions of the packages that a result depends on, and the commit of the checkout.
-
-    What is not known is left out: the commit where there is no git, and the version of a checkout
-    that is not installed.
-    """
+    """Versions of the packages that a result depends on, and the commit of the checkout."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -177,13 +168,8 @@ def current_versions() -> dict[str, str]:
 
 
 def record_versions(run_dir: Path, step: int) -> str | None:
-    """Notes in the folder of a run which versions train it from a step on.
-
-    The file is a list, with one entry for each time that the versions have changed.
-
-    Returns:
-        A line for the log if the steps before were done with other versions.
-    """
+    """Notes in the folder of a run which versions train it from a step on, and only if they change.
+    Returns a line for the log if the steps before were done with others."""
     path = run_dir / VERSIONS_FILE
     now, before, entries = current_versions(), None, []
     try:
@@ -220,13 +206,9 @@ def _commit(folder: Path) -> str | None:
 
 
 def drop_after(path: Path, last_step: int) -> int:
-    """Keeps the lines of a metrics file up to a step, and drops one that a kill cut short.
-
-    The file is on the disk when this returns.
-
-    Returns:
-        The number of other lines that cannot be read, as after a power failure, and are dropped.
-    """
+    """Keeps the lines of a metrics file up to a step, and drops one that a kill cut short. The file
+    is on the disk when this returns the number of other lines that cannot be read, as after a power
+    failure, and are dropped."""
     if not path.exists():
         return 0
     part = path.with_name(f"{path.name}.part")
@@ -245,10 +227,8 @@ def drop_after(path: Path, last_step: int) -> int:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, each with its "step"; none if there is no file.
-
-    Lines that cannot be read are left out: a run that trains may be writing the last one.
-    """
+    """The lines of a metrics file, each with its "step". Unreadable ones are left out: a run that
+    trains may be writing the last one."""
     path = run_dir / METRICS_FILE
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines if step_of_line(line) is not None]

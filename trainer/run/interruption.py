@@ -18,15 +18,10 @@ MESSAGE = b"stopping after this step; Ctrl-C again stops at once\n"
 def interruption(*, several: bool = False) -> Iterator[Callable[[int], bool]]:
     """Turns SIGTERM and the first SIGINT into a flag, so that the loop can finish a step and save.
 
-    To be used in the main thread, around the loop.
-
-    Args:
-        several: whether several processes share the run. jax's preemption service, which
-            `trainer.processes.together` starts, then has the handler of SIGTERM.
-
-    Yields:
-        A function that tells after a step whether a signal has come, to any of several processes.
-        These must call it for the same steps; its answer for a step is the same in all.
+    To be used in the main thread, around the loop. Yields a function that tells after a step
+    whether a signal has come to any process; all must call it for the same steps, and get the same
+    answer. If `several` share the run, jax's preemption service, which `trainer.processes.together`
+    starts, has the handler of SIGTERM.
     """
     received: list[int] = []
     agreed = False

@@ -41,18 +41,12 @@ class PatientConsole(Console):
 
 
 class Reporter:
-    """Prints and writes what is measured, in the first process only. A context manager.
-
-    A terminal shows lines above a progress bar; a log file has the lines alone.
-    """
+    """Prints and writes what is measured, in the first process only. A context manager. A terminal
+    shows lines above a progress bar; a log file has the lines alone."""
 
     def __init__(self, *, steps: int, tokens_per_step: int) -> None:
-        """Prepares a progress bar, which `__enter__` shows and `__exit__` removes.
-
-        Lines may be printed before and after.
-
-        To be created after the devices are set up, as it asks jax which process this is.
-        """
+        """Prepares a progress bar, which `__enter__` shows and `__exit__` removes. To be created
+        after the devices are set up, as it asks jax which process this is."""
         self._writes = jax.process_index() == 0
         quiet = not self._writes
         # No wrapping: a line of a log file is as long as it is.
@@ -98,14 +92,9 @@ class Reporter:
         """Begins to write metrics to files too; to be called before the first step.
 
         Metrics of steps after `first_step` are removed from the files: a killed program wrote them,
-        and those steps will be done again.
-
-        Args:
-            tensorboard: whether to write for TensorBoard.
-            trackers: what gets the metrics too; opened in the first process only.
-            tokens_per_step: mean number of tokens of a step, where steps differ; None for what was
-                said at the beginning.
-            peak_flops: FLOP/s of all devices together; None if unknown, which leaves MFU out.
+        and those steps will be done again. `tokens_per_step` is a mean where steps differ (None for
+        what was said at the beginning); `peak_flops` is FLOP/s of all devices together (None leaves
+        MFU out).
         """
         self._tokens_per_step = tokens_per_step or self._tokens_per_step
         self._mfu_per_rate = flops_per_token / peak_flops if peak_flops else None
@@ -168,15 +157,12 @@ class Reporter:
         self._bar.update(self._task, description="training")
 
     def advance(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Reports that a step is done and, if metrics are given, what was measured in it.
+        """Reports that a step is done, counted from 1, and the metrics that were measured in it.
 
         To be called once for each step, with all its metrics, as the file has one line for a step.
-        Metrics are printed and written with tokens/s and MFU since the last report. These leave out
-        compilation, which ends with the first step, and all that is done in `pause`. If steps run
-        asynchronously, metrics must come from values of `step` that have been waited for.
-
-        Args:
-            step: number of the step, from 1 at the beginning of the run.
+        Tokens/s and MFU since the last report are added; these leave out compilation, which ends
+        with the first step, and all that is done in `pause`. If steps run asynchronously, metrics
+        must come from values of `step` that have been waited for.
         """
         now = time.perf_counter() - self._paused
         if self._begun is None:

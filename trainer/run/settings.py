@@ -50,12 +50,8 @@ def save_config(config: Any, path: Path) -> None:
 
 
 def load_config(config_type: type[Config], path: Path) -> Config:
-    """Reads what `save_config` wrote. Settings that the file lacks take their defaults.
-
-    Args:
-        config_type: the dataclass that was written. See `trainer.tasks.load_train_config` for the
-            config of a run whose task is not known.
-    """
+    """Reads what `save_config` wrote; missing settings take their defaults. If the task of a run is
+    not known, `trainer.tasks.load_train_config` finds the type."""
     try:
         values = json.loads(path.read_text())
         if issubclass(config_type, TrainConfig) and isinstance(values, dict):
@@ -92,11 +88,7 @@ def settings_of(config: Any, *, but: Collection[str] = (), prefix: str = "") -> 
 
 
 def flags_of(config: Any, *, but: Collection[str] = ()) -> dict[str, str]:
-    """How each setting of a dataclass is given on the command line, by its dotted name.
-
-    Args:
-        but: dotted names to leave out, such as paths that may differ between machines.
-    """
+    """How each setting is given on the command line, by its dotted name; without those in `but`."""
     return {name: flag_text(name, value) for name, value in settings_of(config, but=but).items()}
 
 
@@ -142,10 +134,8 @@ def config_of(run_dir: Path, name: str) -> Path:
 
 
 def result_flags(config: TrainConfig) -> dict[str, str]:
-    """The settings that the result of a run depends on, as flags, by their names.
-
-    Paths are left out: a folder of data may move, and what it holds is compared by itself.
-    """
+    """The settings that the result of a run depends on, as flags, by their names. Paths are left
+    out: a folder of data may move, and what it holds is compared by itself."""
     return {
         name: flag_text(name, value)
         for name, value in _fixed_settings(config).items()

@@ -60,16 +60,9 @@ def restore_model(
     only_trained: bool = False,
     note: Callable[[str], object],
 ) -> tuple[PyTree[Shaped[Array, "..."]], int]:
-    """Reads the weights of a run, also while it trains.
-
-    Args:
-        shapes: shapes, types and shardings of all weights.
-        step: the step of the checkpoint; None for the newest that is whole.
-        only_trained: whether to leave out those that are frozen.
-
-    Returns:
-        A tree like `shapes`; and the step at which it was saved.
-    """
+    """Reads the weights of a run, also while it trains, and tells the step of their checkpoint.
+    `shapes` has types and shardings of all weights; `step` None is the newest whole one. With
+    `only_trained`, those that are frozen are left out."""
     trained, frozen = split_frozen(shapes)
     weights, found = restore_weights(
         run_dir / CHECKPOINTS_FOLDER, trained, model_flags(config), step=step, note=note
@@ -93,11 +86,7 @@ def as_matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inpu
 def merged(
     arrays: Mapping[str, Any], path: str, place: Place, number: int, lora: LoraConfig
 ) -> Float[np.ndarray, "..."]:
-    """A kernel with its adapter, in float32: W + scale * A B.
-
-    Args:
-        path: of the kernel; one without adapters stays as it is.
-    """
+    """The kernel at `path` with its adapter, if it has one, in float32: W + scale * A B."""
     weight = place.weight_of(np.asarray(arrays[path]), number)
     part, _, kind = path.rpartition("/")
     names = [f"{part}/{kind}" for kind in ADAPTERS]

@@ -60,11 +60,7 @@ class Tensors:
         return kinds.pop() if len(kinds) == 1 else "float32"
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str]) -> None:
-        """Raises unless these are the tensors of a model.
-
-        Args:
-            tied: names of tensors that may be there if they equal another one.
-        """
+        """Raises unless these are the tensors of a model; `tied` ones may be there as copies."""
         unknown = [name for name in self.shapes if name not in wanted and name not in tied]
         missing = [name for name in wanted if name not in self.shapes]
         lines = [
@@ -118,9 +114,8 @@ def open_tensors(
 ) -> Iterator[Tensors]:
     """Opens the files of a checkpoint, and reads what their headers say.
 
-    Args:
-        part_of: the other part of a model to which a tensor belongs, whose tensors are counted and
-            left out; None for the model itself.
+    `part_of` names the other part of the model to which a tensor belongs, if it does; such tensors
+    are counted and left out.
     """
     index = _index(folder, stem)
     slices: dict[str, Any] = {}

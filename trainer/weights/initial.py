@@ -35,13 +35,7 @@ class TensorWeights(InitialWeights):
     description: str
 
     def read(self, weights: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Shaped[Array, "..."]]:
-        """Reads the weights; each device gets its own slices of the files.
-
-        All processes must call it.
-
-        Args:
-            weights: shapes, types and shardings.
-        """
+        """Reads each device's own slices of the weights' files. All processes must call it."""
 
         def read_one(path: tuple[Any, ...], wanted: Any) -> Array:
             place = self.places[path_name(path)]
@@ -90,8 +84,8 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> Shaped[np.ndarray, "..."]:
 def fill(target: Shaped[np.ndarray, "..."], values: Shaped[np.ndarray, "..."]) -> None:
     """Copies values, whose dimensions may lie in memory in another order, into an array.
 
-    Those that numpy copies one by one, each from a line of the cache that is gone before its
-    neighbour's turn, take four times as long as these tiles.
+    Where numpy would copy one value from each line of the cache, these tiles take a quarter of the
+    time.
     """
     last = values.ndim - 1
     fastest = min(range(values.ndim), key=lambda dim: (values.strides[dim], -dim))

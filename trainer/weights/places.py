@@ -117,11 +117,8 @@ class Place:
         return tuple(math.prod(self.shape[dim] for dim in group) for group in self.groups)
 
     def read(self, tensor: Any, index: Sequence[slice]) -> Shaped[np.ndarray, "..."]:
-        """A part of the weight of one layer, of which as little is read as slices allow.
-
-        Args:
-            index: the part: for each dimension of the weight, a slice of step 1.
-        """
+        """A part of the weight of one layer, by a slice of step 1 for each dimension; reads as
+        little as slices allow."""
         ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         cover, split, inner = [], [], []
         for group in self.groups:

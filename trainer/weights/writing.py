@@ -27,12 +27,8 @@ def write_tensors(
     shard_bytes: int,
     stem: str = MODEL,
 ) -> None:
-    """Writes the files of tensors, and their index if there are several.
-
-    Args:
-        dtype_of: name of a tensor -> its type.
-        shard_bytes: bytes of a file, at most, unless one tensor has more.
-    """
+    """Writes the files of tensors, and their index if there are several. `dtype_of` gives a
+    tensor's type by its name. A file has at most `shard_bytes`, unless one tensor has more."""
     found = by_tensor(places)
     sizes = {
         name: math.prod(places[path].whole_shape) * np.dtype(dtype_of(name)).itemsize
