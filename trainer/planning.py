@@ -40,7 +40,6 @@ class PlannedMesh:
     """A mesh that a plan has chosen."""
 
     degrees: st.Degrees
-    """Its degrees."""
     order: tuple[str, ...]
     """The order of its axes over the nodes, slowest first."""
     description: tuple[str, ...]

@@ -232,11 +232,8 @@ def list_names(keys: Iterable[str]) -> str:
 
 
 def digest_of_tokens(path: Path) -> str:
-    """A hash of the size and content of a file of tokens.
-
-    Of a file above `HASHED_BYTES`, only so many bytes count, in blocks that are spread evenly over
-    it, the first and the last among them.
-    """
+    """A hash of the size and content of a file of tokens. Of one above `HASHED_BYTES`, only so many
+    bytes count: of blocks spread evenly over it, the first and the last among them."""
     digest = hashlib.sha256()
     with reading(path), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

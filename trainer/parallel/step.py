@@ -56,7 +56,6 @@ class StepMetrics(NamedTuple):
     finite: Bool[Array, ""]
     """Whether loss and norm are finite; if not, the step left the state as it was."""
     learning_rate: Float32[Array, ""]
-    """Learning rate of the update."""
     others: dict[str, Float32[Array, ""]]
     """The metrics of `Objective.metric_names`."""
 
