@@ -1,10 +1,9 @@
-"""Tokens in contiguous order that are attended in zigzag order, so that all devices work alike.
+"""Tokens in contiguous order, attended in zigzag order so that all devices work alike.
 
 Under a causal mask the last shard of a contiguous sequence sees all keys and the first one only its
-own. The tokens of zigzag order share the work evenly, but their neighbours are apart, and code that
-shifts tokens or builds positions in natural order would be wrong in silence. So callers keep the
-contiguous order, and the attention exchanges tokens at its doors: queries, keys and values on the
-way in, outputs on the way out.
+own. Zigzag order shares the work evenly, but neighbouring tokens are apart, and code that shifts
+tokens or builds positions would be wrong in silence. So callers keep the contiguous order, and
+attention exchanges queries, keys and values on the way in, and outputs on the way out.
 
 Of 2P slices, rank r holds slices 2r and 2r + 1 in contiguous order, and slices r and 2P - 1 - r in
 zigzag order. The even slices go to P different ranks, and so do the odd ones: two permutes of half

@@ -32,10 +32,7 @@ def shift(tree: Any, cycle: Cycle, step: int) -> Any:
 
 
 def shift_along(tree: Any, moves: Sequence[tuple[Cycle, int]]) -> Any:
-    """Sends each array of `tree` by a number of places in each of some cycles, in one message.
-
-    The cycles are those of one axis.
-    """
+    """Sends each array of `tree` some places in each of some cycles of one axis, in one message."""
     axis = moves[0][0].axis
     pairs = [(p, p) for p in range(axis.degree)]
     for cycle, step in moves:
@@ -46,10 +43,8 @@ def shift_along(tree: Any, moves: Sequence[tuple[Cycle, int]]) -> Any:
 
 
 def permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
-    """`lax.ppermute` by flat indices along `axis`, whatever the order of its names in the mesh.
-
-    jax 0.12 requires the names in the order of the mesh, which need not be that of `axis`.
-    """
+    """`lax.ppermute` by flat indices along `axis`, whose names may be in any order. (jax 0.12
+    requires the order of the mesh.)"""
     if axis.groups is not None:
         pairs = [(group[i], group[j]) for group in axis.groups for i, j in pairs]
         axis = Axis(axis.names, axis.degree * len(axis.groups))
@@ -66,9 +61,7 @@ def permute(x: Array, axis: Axis, pairs: list[tuple[int, int]]) -> Array:
 
 def trade_places(x: Array, slow: Axis, fast: Axis) -> Array:
     """Sends from member (i, j) of two axes of one degree to (j, i), which is the way back as well.
-
-    `slow` comes before `fast` in the order of devices.
-    """
+    `slow` comes before `fast` in the order of devices."""
     n = slow.degree
     if n == 1:
         return x
@@ -84,10 +77,8 @@ def gather(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."
 
 
 def scatter_sum(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "..."]:
-    """Sums over members and keeps this member's part of `dim`: the transpose of `gather`.
-
-    Receives (degree - 1) / degree of x.
-    """
+    """Sums over members and keeps this member's part of `dim`: the transpose of `gather`. Receives
+    (degree - 1) / degree of x."""
     if axis.degree == 1:
         return x
     return lax.psum_scatter(
@@ -98,12 +89,10 @@ def scatter_sum(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, 
 def sum_at_owner(
     x: Float32[Array, "..."], axis: Axis, dim: int, dtype: Any
 ) -> Float32[Array, "..."]:
-    """What `scatter_sum` computes, with parts that travel in `dtype` and sums in float32.
+    """`scatter_sum`, with parts that travel in `dtype` and are added in float32.
 
-    In float32 the network sums. In a narrower dtype, every member rounds its parts once and sends
-    them to their owners, which add them in float32 to their own part, which is not rounded. The
-    error therefore does not grow with the degree.
-
+    In a narrow dtype every member rounds its parts once and sends them to their owners, which do
+    not round their own: the error does not grow with the degree. In float32 the network sums.
     Receives (degree - 1) / degree of x, in `dtype`.
     """
     if axis.degree == 1 or jnp.dtype(dtype) == jnp.float32:
@@ -140,18 +129,14 @@ def _by_parts(x: Array, axis: Axis, reduce: Callable[[Array], Array]) -> Array:
 
 
 def exchange(x: Shaped[Array, "..."], axis: Axis, split: int, concat: int) -> Shaped[Array, "..."]:
-    """Splits dimension `split` over the members and joins what they send along `concat`.
-
-    Receives (degree - 1) / degree of x.
-    """
+    """Splits dimension `split` over the members and joins what they send along `concat`. Receives
+    (degree - 1) / degree of x."""
     return _all_to_all(x, axis, split, concat, tiled=True) if axis.degree > 1 else x
 
 
 def partials(x: Shaped[Array, "..."], axis: Axis, dim: int) -> Shaped[Array, "p ..."]:
-    """Every member's version of this member's part of `dim`, on a new leading dimension.
-
-    Receives (degree - 1) / degree of x.
-    """
+    """Every member's version of this member's part of `dim`, on a new leading dimension. Receives
+    (degree - 1) / degree of x."""
     if axis.degree == 1:
         return x[None]
     parts = x.reshape(*x.shape[:dim], axis.degree, -1, *x.shape[dim + 1 :])
@@ -188,10 +173,8 @@ _all_to_groups.defvjp(
 
 
 def _exchange_keys(x: Float[Array, "b s k h"], axis: Axis, dtype: Any) -> Float[Array, "b gs _ h"]:
-    """Step 0 of the schedule for keys or values: `exchange` trades their tokens for heads.
-
-    They are sent in `dtype`, and their gradients in the dtype of x, which is float32 for copies.
-    """
+    """Step 0 for keys or values: trades tokens for heads, sent in `dtype`. Gradients are sent in
+    the dtype of x, which is float32 for copies."""
     return exchange(x.astype(dtype), axis, split=2, concat=1).astype(x.dtype)
 
 
@@ -209,15 +192,8 @@ def repeat_heads(heads: int, *arrays: Float[Array, "b s k _"]) -> tuple[Array, .
 
 
 def needed_heads(num_heads: int, parts: int, tensor: Axis) -> Int32[Array, " parts"]:
-    """Numbers of the key heads that the query heads of this device need.
-
-    Args:
-        num_heads: number of key heads; every device along `tensor` holds all of them.
-        tensor: the tensor axis.
-
-    Returns:
-        The number of the key head of each of these parts; neighbours may be equal.
-    """
+    """Key head of each of this device's `parts`; neighbours may need the same one. Every device
+    along `tensor` holds all `num_heads`."""
     first = index(tensor) * parts
     return (first + jnp.arange(parts)) // (parts * tensor.degree // num_heads)
 
@@ -227,9 +203,9 @@ def _copy_heads(
 ) -> Float32[Array, "b s copies h"]:
     """Takes heads by number, any of them several times.
 
-    The copies are float32 numbers with the values of x, so that their gradients are float32 too.
-    Those of all copies of a head are summed, over this device and over the devices along
-    `replicas`, which hold the same x, and only the sum is rounded to the dtype of x.
+    The copies are float32, so that their gradients are too. These are summed over all copies on
+    this device and on those along `replicas`, which hold the same x, and only then rounded to the
+    dtype of x.
     """
     return jnp.take(x, heads, axis=2, mode="clip").astype(jnp.float32)
 

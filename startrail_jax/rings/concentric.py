@@ -38,10 +38,10 @@ class Concentric:
 
     In the backward pass one side travels round the ring:
 
-    * "query" (the paper): k, v, dk and dv stay. q, dout, lse and delta go round and dq travels
-      to its owner: 4A shares a hop for 16-bit inputs, 3A for float32, and lse and delta.
-    * "kv": q and dq stay. k and v go round and dk and dv travel to their owner: 6gG shares a hop
-      for 16-bit inputs, 4gG for float32.
+    * "query" (the paper): q, dout, lse and delta go round and dq travels to its owner: 4A shares a
+      hop for 16-bit inputs, 3A for float32, and lse and delta.
+    * "kv": k and v go round and dk and dv travel to their owner: 6gG shares a hop for 16-bit
+      inputs, 4gG for float32.
 
     Gradients are summed in float32, and travel in `schedule.gradient_dtype`: in bfloat16 a gradient
     is half of what these figures count, and each hop rounds the sum so far once.
@@ -51,7 +51,6 @@ class Concentric:
     seq_len: int
     """Tokens of the whole sequence."""
     scale: float
-    """Factor of the logits."""
     block: blocks.Block
     by_query: bool
     """Whether the query side travels in the backward pass."""
@@ -210,10 +209,9 @@ def _combine(
         L = log sum_a exp(lse_a),    out = sum_a exp(lse_a - L) out_a
 
     Sinks join in float32, before outputs are rounded: each is one more lse, of an output of 0.
-    Outputs are sent and returned in `dtype`. The members send them to the owner of the queries,
-    which adds them in float32: A - 1 shares of out, of lse, and of low if there is one. As
-    published, the network adds them in `dtype`, so that the rounding error grows with A: A - 1
-    shares of out and 4(A - 1) of lse.
+    Outputs are sent and returned in `dtype`; the owner of the queries adds them in float32: A - 1
+    shares of out, of lse, and of low if there is one. As published, the network adds them in
+    `dtype`, so the rounding error grows with A: A - 1 shares of out and 4(A - 1) of lse.
     """
     team = schedule.team
     stats: Any = (lse,) if low is None else (lse, low)

@@ -1,11 +1,8 @@
 """Attention for some heads at a time, so that a device holds the units of few heads at once.
 
-Heads do not meet in attention. So the device runs the six steps of `vjp.py` for one chunk of its
-heads after the other, and what it gathers, sends and sums for a chunk is as much smaller as the
-chunk has fewer heads. All chunks together send the same bytes, in more messages.
-
-The head exchange works in the same way in UPipe, https://arxiv.org/abs/2602.21196; here any scheme
-does.
+The device runs the six steps of `vjp.py` for one chunk of its heads after the other, as heads do
+not meet in attention. All chunks together send the same bytes, in more messages. UPipe,
+https://arxiv.org/abs/2602.21196, does so for the head exchange; here any scheme does.
 """
 
 from __future__ import annotations
@@ -40,19 +37,12 @@ def in_chunks(
     k: Array,
     v: Array,
 ) -> tuple[Array, Array]:
-    """Attention of all heads, chunk by chunk.
+    """Attention of all heads, chunk by chunk: out [b, t, n, v] and lse [b, n, t].
 
     A chunk begins when the last but one is done, in both passes, so that `AT_ONCE` of them take
-    memory at a time.
-
-    Args:
-        attend: attention of the heads of a chunk: out and lse from the number of its first query
-            head, and from q, k and v.
-        q: queries [b, t, n, h]; neighbouring heads share a key head.
-        k, v: keys and values, [b, s, k, h] and [b, s, k, v].
-
-    Returns:
-        out [b, t, n, v] and lse [b, n, t].
+    memory at a time. `attend` gets the number of a chunk's first query head, and its q [b, t, n,
+    h], k [b, s, k, h] and v [b, s, k, v]; it gives out and lse. Neighbouring heads share a key
+    head.
     """
     if head_chunks == 1:
         return attend(0, q, k, v)

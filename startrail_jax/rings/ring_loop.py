@@ -40,34 +40,23 @@ def circulate(
     """The ring loop of the forward pass and of both backward passes (algorithm 3 of the paper).
 
     In round i, every device holds the travellers that live `offsets[i]` behind it (ahead of it, if
-    `direction` is -1) and visits them. A visit gives two results: one is added to the accumulator
-    of the device, the other belongs to the travellers and is carried to the device that owns them.
-    The travellers of round 0 are with their owner already, and so is their result. The results of
-    the other rounds start in round 1. They move one round late, together with the next travellers,
-    so that every hop but the last runs beside a visit, and are added to the result of round 0 on
-    arrival. That takes len(offsets) - 1 hops.
+    `direction` is -1: they then move to the previous ring index) and visits them: (travellers,
+    distance, accumulator) -> (accumulator, carried). The accumulator, None in round 0, stays with
+    the device; `finalise` brings it into a form that is the same in every round of a loop. What is
+    carried, which may be (), goes to the device that owns the travellers, in `carried_dtype`. It
+    starts in round 1 and moves one round late, together with the next travellers, so that every hop
+    but the last runs beside a visit. That takes len(offsets) - 1 hops.
 
     In a double ring (LoongTrain's Double-Ring-Attention, https://arxiv.org/abs/2406.18485), the
-    same loop runs in two cycles: a visit of the outer one is a whole inner one. A message of the
-    outer cycle therefore has as many visits to run beside as the inner cycle has rounds. The hops
-    are as many as in a single ring: what is carried returns to its owner within the first inner
-    cycle, stays with the last visit of every other one, and comes from there in one message.
+    same loop runs in two cycles, the outer one first in `cycles`: a visit of it is a whole inner
+    one. A message of the outer cycle therefore has as many visits to run beside as the inner cycle
+    has rounds. The hops are as many as in a single ring: what is carried returns to its owner
+    within the first inner cycle, stays with the last visit of every other one, and comes from there
+    in one message.
 
-    Args:
-        cycles: the cycle to go round, or the outer and the inner one.
-        offsets: the distances to visit, 0 first; see `schedule.py` for those of a double ring,
-            which are those of whole inner cycles.
-        direction: +1 sends to the next ring index, -1 to the one before.
-        travellers: pytree of arrays that move.
-        visit: (travellers, distance, accumulator) -> (accumulator, carried), pytrees of arrays.
-            The accumulator is None in round 0; `carried` may be ().
-        finalise: brings the accumulator into a form that is the same in every round of a loop.
-        unrolled: see `UNROLLED_ROUNDS`.
-        carried_dtype: dtype in which the carried results make their hops.
-
-    Returns:
-        The accumulator of all rounds; and the carried results, summed in float32, on the device
-        that owns their travellers.
+    Returns the accumulator of all rounds, and the carried results, summed in float32, on the device
+    that owns their travellers. Offsets begin with 0, and in a double ring are those of whole inner
+    cycles (`schedule.py`). For `unrolled` see `UNROLLED_ROUNDS`.
     """
     outer, *inner = [cycle for cycle in cycles if cycle.degree > 1] or cycles[:1]
     go_round = functools.partial(
@@ -120,16 +109,12 @@ def _go_round(
     returns: bool = True,
     inner: Cycle | None = None,
 ) -> tuple[Any, Any]:
-    """One cycle of `circulate`, whose arguments it has, but for these.
+    """One cycle of `circulate`, from the accumulator of the rounds so far.
 
-    Args:
-        cycle: the cycle.
-        visit: gets the number of the round first.
-        accumulator: that of the rounds so far.
-        returns: whether the carried results come to their owner. If not, they start in round 0, and
-            are returned in `carried_dtype` where the travellers are in the last round.
-        inner: the cycle of which each visit is a whole one: the carried results are with their
-            owner after round 0, and where the last of their visits was after the others.
+    `visit` gets the number of the round first. If not `returns`, carried results start in round 0,
+    and are returned in `carried_dtype` where the travellers are in the last round. Each visit is a
+    whole cycle of `inner`, if there is one: the carried results are with their owner after round 0,
+    and where the last of their visits was after the others.
     """
     steps = [direction * (b - a) for a, b in itertools.pairwise(offsets)]
     last = len(offsets) - 1

@@ -82,20 +82,12 @@ class Rounds(Options):
         return outer.place(p, direction * (distance // self.inner))
 
     def query_runs(self, seq_len: int, p: Any, g: Any) -> Runs:
-        """Positions of the query unit of ring index p and group index g.
-
-        Args:
-            p, g: the indices; they may be traced, or NumPy arrays.
-        """
+        """Positions of the query unit at ring index p and group index g, traced or NumPy arrays."""
         unit = p * self.group.degree + g
         return self.layout.unit_positions(seq_len, unit * self.query_ranks, self.query_ranks)
 
     def key_runs(self, seq_len: int, p: Any, a: Any) -> Runs:
-        """Positions of the key unit that ring index p and team index a have in round 0.
-
-        Args:
-            p, a: the indices; they may be traced, or NumPy arrays.
-        """
+        """Positions of the key unit that ring index p and team index a have in round 0."""
         if self.published:
             return self.query_runs(seq_len, p, a)
         block, head = p * self.group.degree * self.query_ranks, self.head.degree
@@ -104,11 +96,7 @@ class Rounds(Options):
         )
 
     def units_that_meet(self, seq_len: int, distances: Sequence[int]) -> tuple[Runs, Runs]:
-        """Positions of the query unit and of the key unit on each device, at each ring distance.
-
-        Returns:
-            Runs whose starts are arrays [distance, p, g, a].
-        """
+        """Positions of each device's query and key units: starts are arrays [distance, p, g, a]."""
         p, g, a = np.indices((self.ring.degree, self.group.degree, self.team.degree))
         behind = np.stack([self.along_ring(p, distance, -1) for distance in distances])
         here = np.broadcast_to(p, behind.shape)
@@ -117,11 +105,8 @@ class Rounds(Options):
 
 @functools.lru_cache(maxsize=1024)
 def ring_offsets(rounds: Rounds, seq_len: int) -> tuple[int, ...]:
-    """Ring distances between queries and keys at which some device has work, 0 first.
-
-    These are all distances, unless the mask hides so much that no device needs some of the rounds;
-    the ring then skips those rounds. A double ring skips whole inner cycles.
-    """
+    """Ring distances between queries and keys at which some device has work, 0 first. The ring
+    skips rounds that the mask hides from all devices; a double ring skips whole inner cycles."""
     ring = range(rounds.ring.degree)
     mask = rounds.mask.within(seq_len)
     if isinstance(mask, (Full, Causal)):

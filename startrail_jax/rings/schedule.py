@@ -1,8 +1,6 @@
 """Which blocks serve which units, in which rounds: the static schedule of one attention.
 
-`rounds` says which units meet on which devices. In the first round, queries and keys are of one
-block, and a mask is a staircase. In every other round one block lies before the other, and a causal
-mask is one rectangle.
+`rounds` says which units meet on which devices.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ from startrail_jax.tokens.layout import Layout, Runs
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Rounds):
-    """Everything static about one attention: the axes that it runs on, and its options.
-
-    Options of `Attention` have their names and meanings here too.
-    """
+    """Everything static about one attention: its axes, and the options of `Attention`."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -46,11 +41,7 @@ class Schedule(Rounds):
     """What calls give for the scores, of `scores.NAMES`. They speak of positions too."""
 
     def on(self, platform: str | None, capability: tuple[int, int] | None) -> Schedule:
-        """The same schedule on other devices; what is None stays as it is on the mesh.
-
-        Raises:
-            ValueError: if the platform is unknown.
-        """
+        """The same schedule on other devices; what is None stays as it is on the mesh."""
         platform = "cuda" if platform == "gpu" else platform
         if platform not in (None, *PLATFORMS):
             raise InputError(
@@ -83,15 +74,10 @@ class Schedule(Rounds):
         queries_ahead: Any = 0,
         keys_behind: Any = 0,
     ) -> Visibility:
-        """What the query unit at a device sees of the key unit there.
+        """What the query unit at a device (p, g, a), traced or not, sees of the key unit there.
 
-        Args:
-            seq_len: tokens of the whole sequence.
-            device: the indices (p, g, a) of the device; they may be traced.
-            query_segments, key_segments: segment ids of the two units, or None.
-            kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
-            queries_ahead: from how far ahead on the ring the query unit has come.
-            keys_behind: from how far behind on the ring the key unit has come.
+        Lengths are those of whole sequences; `kv_seq_len` is None if it is the same. On the ring,
+        the units have come from `queries_ahead` places ahead and `keys_behind` places behind.
         """
         mask = self.mask.within(seq_len)
         if isinstance(mask, Full) and not self.scores:
@@ -117,12 +103,8 @@ class Schedule(Rounds):
         )
 
     def request(self, share: Sizes, num_cases: int | None = None) -> Request:
-        """What a block will be asked for, with arrays of these sizes on each device.
-
-        Args:
-            share: the sizes.
-            num_cases: see `Request`; None for that of the units that meet on the rings.
-        """
+        """What a block will be asked for, with arrays of these sizes on each device. `num_cases` is
+        that of `Request`; None for that of the units that meet on the rings."""
         seq_len = share.query_tokens * self.num_shards
         if num_cases is None:
             num_cases = len(unit_cases(self, seq_len))
@@ -140,19 +122,15 @@ class Schedule(Rounds):
         )
 
     def travels(self, share: Sizes) -> Side:
-        """Which side goes round the ring in the backward pass.
-
-        Queries with a bias stay, as the rows of the bias would have to travel with them.
-        """
+        """Which side goes round the ring in the backward pass. Queries with a bias stay, as its
+        rows would have to travel with them."""
         if "bias" in self.scores and self.ring.degree > 1:
             return "kv"
         return traveller(self, share, team=self.team.degree, group=self.group.degree)
 
     def sort(self, x: Array, ranks: int, dim: int) -> Array:
-        """A gathered unit of `ranks` sequence ranks, put in order of position along `dim`.
-
-        Only a mask needs the order; without one the unit is returned as it is.
-        """
+        """A gathered unit of `ranks` sequence ranks, in order of position along `dim` where it
+        matters."""
         return self.layout.sort_unit(x, ranks, dim) if self.ordered else x
 
     def unsort(self, x: Array, ranks: int, dim: int) -> Array:
@@ -169,16 +147,11 @@ def schedule_of(degrees: Degrees, mask: Mask, layout: Layout, **options: Any) ->
 def unit_cases(
     schedule: Schedule, seq_len: int, kv_seq_len: int | None = None
 ) -> tuple[Pieces, ...]:
-    """Every set of pieces that the visible part of two units may fall into.
+    """Every set of pieces that the visible part of two units may fall into, from the lengths of
+    whole sequences; `kv_seq_len` is None if it is the same.
 
-    Args:
-        schedule: the schedule.
-        seq_len: query tokens of the whole sequence.
-        kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
-
-    Returns:
-        The sets; none if what is visible does not fall into pieces, as under masks that are not
-        full, causal, block-causal or a causal window.
+    Empty where it does not fall into pieces, as under masks that are not full, causal, block-causal
+    or a causal window.
     """
     query, key = schedule.query_runs(seq_len, 0, 0), schedule.key_runs(kv_seq_len or seq_len, 0, 0)
     mask = schedule.mask.within(seq_len)
@@ -195,13 +168,8 @@ def unit_cases(
 
 @functools.lru_cache(maxsize=1024)
 def run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tuple[int, ...]:
-    """Every distance, in tokens, from the first query run to the first key run of units that meet.
-
-    Args:
-        schedule: the schedule.
-        seq_len: tokens of the whole sequence.
-        distance: how far apart on the ring the units live; None for any distance but 0.
-    """
+    """Every distance, in tokens, from the first query run to the first key run of units that meet
+    at a ring distance; None for any distance but 0."""
     distances = ring_offsets(schedule, seq_len)[1:] if distance is None else (distance,)
     if not distances:
         return ()
@@ -213,17 +181,11 @@ def run_offsets(schedule: Schedule, seq_len: int, distance: int | None) -> tuple
 def run_cases(
     schedule: Schedule, seq_len: int, distance: int | None
 ) -> tuple[np.ndarray, np.ndarray, tuple[Pieces, ...]]:
-    """Every set of pieces of units that meet under a mask that has a `period`.
+    """Every set of pieces of units of neighbouring tokens, under a mask that has a `period`.
 
-    Args:
-        schedule: the schedule, of units of neighbouring tokens.
-        seq_len: tokens of the whole sequence.
-        distance: as in `run_offsets`.
-
-    Returns:
-        All ways in which units may lie, as the starts of the query runs and then of the key runs,
-        counted from the period in which the first query lies: int32 [ways, runs]. The index of the
-        set of each way, int32 [ways]; and the sets.
+    Returns all ways in which units may lie, int32 [ways, runs]: the starts of the query runs and
+    then of the key runs, counted from the period in which the first query lies; the index of the
+    set of each way, int32 [ways]; and the sets. `distance` is that of `run_offsets`.
     """
     distances = ring_offsets(schedule, seq_len)[1:] if distance is None else (distance,)
     if not distances:

@@ -1,10 +1,9 @@
 """What a call gives for the scores, brought to the units of queries and keys that a device visits.
 
-A bias has a row for each query and a column for each key, both in layout order; a device is given
-the rows of its own queries. It visits only some of the key units: with G, R and A the degrees of
-group, ring and team, device (p, g, a) visits the key units (p', a) for all p'. So the members of a
-team trade columns for rows, and in memory a bias is the same share of the whole all the way; one of
-a single head is gathered over the axis of heads.
+A bias has a row for each query and a column for each key, in layout order; a device is given the
+rows of its own queries. With G, R and A the degrees of group, ring and team, device (p, g, a)
+visits only the key units (p', a) for all p'. So the members of a team trade columns for rows, and
+each keeps its share of the bias; one of a single head is gathered over the axis of heads.
 """
 
 from __future__ import annotations
@@ -52,14 +51,9 @@ def of_device(
 ) -> tuple[Schedule, ScoreInputs]:
     """What a call gives, for this device's rows and the heads of its tensor rank.
 
-    Args:
-        given: slopes and sinks of all heads, or of those of q, the rows of the bias that belong to
-            this device's queries, a dropout that does not know its rows and heads yet, and the
-            prefixes of this device.
-        axes: the axes of each role.
-
-    Returns:
-        The schedule that knows what is given; and what is given.
+    Given are slopes and sinks of all heads, or of those of q; the rows of the bias of this device's
+    queries; a dropout that does not know its rows and heads yet; and this device's prefixes. The
+    schedule comes back knowing what is given.
     """
     scores, prefix, sinks = given
     if scores is None and sinks is None:
@@ -82,15 +76,12 @@ def of_device(
 
 
 def of_units(schedule: Schedule, given: ScoreInputs, q: QueryShard) -> ScoreInputs:
-    """What is given for the query unit of this device and all key units that it visits.
+    """What is given, for the query unit of this device and all key units that it visits.
 
-    With H and A the degrees of head and team, a device receives (H - 1) / H of its share of the
-    bias, or H - 1 shares if all heads have one, and then (A - 1) / A. Gradients go the same way
-    back, and are summed where a bias serves several rows or heads.
-
-    Returns:
-        Slopes and sinks of the heads of q, and a bias that has the rows of the query unit, and
-        columns of one key unit after another; both are in order of position.
+    Slopes and sinks are of the heads of q. The bias has the rows of the query unit, and columns of
+    one key unit after another, both in order of position. With H and A the degrees of head and
+    team, a device receives (H - 1) / H of its share of the bias, or H - 1 shares if all heads have
+    one, and then (A - 1) / A. Gradients go back, summed where a bias serves several rows or heads.
     """
     scores, prefix, sinks = given
     if scores is None and sinks is None:
@@ -138,11 +129,8 @@ def visibility_and_scores(
     given: ScoreInputs,
     **distance: Any,
 ) -> tuple[Visibility, Scores]:
-    """What a query unit sees of a key unit, and the scores there.
-
-    Args:
-        **distance: how far one of the units has come, as in `Schedule.visibility`.
-    """
+    """What a query unit sees of a key unit, and the scores there. `distance` is how far one of the
+    units has come, as in `Schedule.visibility`."""
     _, k, *ids = units
     key_len = k.shape[1]
     kv_seq_len = key_len * schedule.num_shards // schedule.group.degree

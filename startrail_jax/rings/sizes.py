@@ -1,7 +1,7 @@
 """The sizes of one attention call, and the share of them that one device works on.
 
-`Sizes` is plain arithmetic. The checks of the public callable, the schedule and the closed form of
-the network traffic (`startrail_jax.traffic.cost`) all use this one value.
+This is plain arithmetic, which the checks of `Attention`, the schedule and the closed form of the
+traffic (`startrail_jax.traffic.cost`) share.
 """
 
 from __future__ import annotations
@@ -30,24 +30,16 @@ class Sizes:
     """Sizes of query, key and value: of the whole arrays, or of the share of one device.
 
     The query is [batch, query_tokens, heads, head_dim], the key is [batch, key_tokens, kv_heads,
-    head_dim] and the value is [batch, key_tokens, kv_heads, value_head_dim]. The properties give
-    bytes.
+    head_dim] and the value is [batch, key_tokens, kv_heads, value_head_dim]. Properties give bytes.
     """
 
     batch: int
-    """Number of sequences."""
     query_tokens: int
-    """Query tokens of each sequence."""
     key_tokens: int
-    """Key tokens of each sequence."""
     heads: int
-    """Query heads."""
     kv_heads: int
-    """Key and value heads."""
     head_dim: int
-    """Channels of a query head and of a key head."""
     value_head_dim: int
-    """Channels of a value head and of an output head."""
     dtype: str
     """Name of the dtype of query, key and value: one of `WIDTHS`."""
     packed: bool
@@ -70,11 +62,7 @@ class Sizes:
 
     def check(self, degrees: Degrees, *, mask: Mask, layout: Layout | None = None) -> None:
         """Raises unless attention of these sizes, over all devices, can be split by `degrees`.
-
-        Args:
-            layout: the placement of the tokens; None if it is not known. The sequence degree must
-                then divide the lengths, which every layout requires.
-        """
+        Without a layout, the sequence degree must divide the lengths."""
         _check_positive("batch", self.batch)
         _check_positive("seq_len", self.query_tokens)
         _check_positive("key seq_len", self.key_tokens)
@@ -103,9 +91,8 @@ class Sizes:
     def share(self, degrees: Degrees) -> Sizes:
         """What one device holds after the head exchange and before any gather.
 
-        The head exchange trades tokens for heads: the device has the tokens of `head` shards, and
-        1 / (head * tensor) of the heads. Where there are fewer key heads than parts, the device has
-        a copy of one of them. The sizes must be whole ones, which `check` accepts.
+        It has the tokens of `head` shards, and 1 / (head * tensor) of the heads; where there are
+        fewer key heads than parts, a copy of one of them. The sizes must have passed `check`.
         """
         parts, shards = degrees.head * degrees.tensor, degrees.sequence // degrees.head
         return replace(
@@ -159,12 +146,12 @@ class Sizes:
 
 
 def traveller(options: Options, share: Sizes, *, team: int, group: int) -> Side:
-    """Which side goes round the ring in the backward pass.
+    """Which side goes round the ring in the backward pass; "auto" is the side of fewer bytes a hop.
 
-    "auto" is the side of fewer bytes a hop. A hop moves a gathered unit: `team` shares of the query
-    side, which are query, dout and ids with lse and delta in float32 and dq in `gradient_dtype`; or
-    `group` shares of the key side, which are key, value and ids with dk and dv in `gradient_dtype`.
-    A tie, and what is published, go to "query", the choice of the paper.
+    A hop moves a gathered unit: `team` shares of the query side, which are query, dout and ids with
+    lse and delta in float32 and dq in `gradient_dtype`; or `group` shares of the key side, which
+    are key, value and ids with dk and dv in `gradient_dtype`. A tie, and what is published, go to
+    "query", the choice of the paper.
     """
     if options.backward != "auto":
         return options.backward
@@ -201,11 +188,7 @@ def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype that attention serves.
-
-    Args:
-        dtype: a name, a NumPy dtype or a JAX scalar type such as `jnp.bfloat16`.
-    """
+    """The name of a dtype that attention serves, given as a name or as a NumPy or JAX dtype."""
     try:
         name = np.dtype(dtype).name
     except TypeError:

@@ -1,10 +1,8 @@
 """Attention that sends only the keys that a mask shows; it runs inside a fully manual `shard_map`.
 
 `sparse_plan.py` says which keys a device needs and in which moves they come. A device attends its
-own queries, of all heads of its tensor rank,
-
-    1  to its own keys, while the pieces of others are under way, and then
-    2  to each piece that has arrived, whose output is merged with what there is.
+own queries, of all heads of its tensor rank, to its own keys while the pieces of others are under
+way, and then to each piece that has arrived, whose output is merged with what there is.
 
 In the backward pass the pieces are sent again, or kept (`keep_gathered`). Their gradients go home
 by the inverse moves, in `gradient_dtype`, and are added in float32 to those of the owner.
@@ -49,11 +47,8 @@ from startrail_jax.xla.varying import alike
 
 @functools.lru_cache(maxsize=1024)
 def sparse_cases(mask: Mask, layout: Layout, seq_len: int) -> tuple[tuple[Pieces, ...], ...]:
-    """The pieces of what each rank sees of its own keys and then of each run of keys that arrives.
-
-    Returns:
-        For own keys and for each run, the pieces of each rank; none if the mask has no `period`.
-    """
+    """For own keys and then for each run of keys that arrives, the pieces that each rank sees; none
+    if the mask has no `period`."""
     shown, plan = mask.within(seq_len), plan_sparse(mask, layout, seq_len)
     if period(shown, seq_len // layout.degree) is None or plan is None:
         return ()

@@ -1,7 +1,7 @@
 """Which keys each device must be sent under a mask, and in which messages: static arithmetic.
 
-A ring sends every key to every device. Under a window, a chunk or the like, a device needs few of
-them, and a *sparse plan* sends it those alone. All sequence ranks count as shards, also those of
+A ring sends every key to every device. A *sparse plan* sends a device only those that it needs,
+which are few under a window, a chunk or the like. All sequence ranks count as shards, also those of
 the head axis, and queries stay where they are.
 
 * A *slice* is a run of neighbouring positions that one rank holds: one for each rank in contiguous
@@ -12,8 +12,8 @@ the head axis, and queries stay where they are.
   receivers, and moves are its colours: as many as the busiest rank has pieces (Konig's theorem).
 * A run of keys that most ranks need, such as attention sinks, is *shared*: all get it from one sum.
 
-The answer is as exact as the mask is for spans of positions (`masks.Mask.some`): runs end at the
-first and at the last key that may be seen, and have gaps where whole blocks of a slice are hidden.
+It is as exact as `masks.Mask.some` is for spans of positions: runs end at the first and at the last
+key that may be seen, and have gaps where whole blocks of a slice are hidden.
 
 This module needs NumPy alone, as the planner uses it too.
 """
@@ -48,7 +48,6 @@ class Slices:
     """The slices of a sequence, in order of position."""
 
     ranks: int
-    """Number of sequence ranks."""
     per_rank: int
     """Slices that a rank holds: 1, or 2 in zigzag order."""
     size: int
@@ -64,11 +63,8 @@ class Slices:
         return np.minimum(index, 2 * self.ranks - 1 - index)
 
     def place(self, position: int, length: int) -> tuple[int, int]:
-        """Where `length` keys of one slice that begin at a position, or before it, lie.
-
-        Returns:
-            The position of the first of them, and its index in the shard of its rank.
-        """
+        """Where `length` keys of one slice that begin at a position, or before it, lie: the
+        position of the first of them, and its index in the shard of its rank."""
         index, within = divmod(position, self.size)
         within = min(within, self.size - length)
         late = self.size if index >= self.ranks else 0
@@ -76,7 +72,7 @@ class Slices:
 
 
 Shows = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""(ranks, first, last) -> whether some query of each rank may see some key from position `first` to
+"""(ranks, first, last) -> whether some query of each rank may see some key of positions `first` to
 `last`, both included; arrays that broadcast. False is certain."""
 Needs = dict[int, list[tuple[int, int]]]
 """For each rank, the runs (first, last) of keys that it needs and does not hold, in order."""
@@ -87,14 +83,14 @@ class KeyRun:
     """What each rank sends and receives in one move: a run of keys of one slice."""
 
     length: int
-    """Keys in the run, the same on all ranks."""
+    """The same on all ranks."""
     starts: tuple[int, ...]
     """Of each rank, the index in its shard of the first key that it sends."""
     positions: tuple[int, ...]
     """Of each rank, the position of the first key that it receives."""
     needed: tuple[tuple[int, int], ...]
-    """Of each rank, the first and the last position, both included, of the keys that count there.
-    Others come along because all runs have one length. Where the first is greater, none count."""
+    """Of each rank, the first and the last position, both included, of the keys that count there;
+    none if the first is greater. Others come along as all runs have one length."""
     owner: int | None = None
     """The rank that holds a shared run; None for a run from one rank to another."""
 
@@ -104,8 +100,7 @@ class KeyMove:
     """One message of each rank."""
 
     pairs: tuple[tuple[int, int], ...]
-    """(sender, receiver); each rank is at most once a sender and once a receiver. Empty if the
-    runs are shared."""
+    """(sender, receiver); each rank at most once a sender and once a receiver. Empty if shared."""
     runs: tuple[KeyRun, ...]
     """The runs that lie one after another in the message."""
 
@@ -168,11 +163,7 @@ def why_not_sparse(mask: Mask, layout: Layout, seq_len: int) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def plan_sparse(mask: Mask, layout: Layout, seq_len: int) -> SparsePlan | None:
-    """The plan for a mask of static positions and a contiguous or zigzag layout.
-
-    Returns:
-        The plan; None if it is not worth looking for (`plan_of`).
-    """
+    """The plan for a mask of static positions and a contiguous or zigzag layout: see `plan_of`."""
     mask = mask.within(seq_len)
 
     def shows(ranks: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -184,12 +175,7 @@ def plan_sparse(mask: Mask, layout: Layout, seq_len: int) -> SparsePlan | None:
 
 
 def plan_of(slices: Slices, shows: Shows) -> SparsePlan | None:
-    """The plan of the fewest bytes that is found.
-
-    Returns:
-        The plan; None if it is not worth looking for, as each device needs keys of very many
-        slices.
-    """
+    """The plan of the fewest bytes found; None if each device needs keys of very many slices."""
     needs = _needs(slices, shows)
     if needs is None:
         return None

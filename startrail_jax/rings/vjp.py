@@ -62,16 +62,9 @@ def sharded_attention(
 ) -> tuple[OutShard, LseShard]:
     """Attention of this device's tokens to the whole sequence: steps 0 to 5, for a chunk at a time.
 
-    Steps 0 and 5 move data only where the head degree is above 1. Where there are fewer key heads
-    than that degree, they are copied before step 0. Copies, on one device or on several, are
-    float32 arrays until then, so that their gradients are summed before they are rounded.
-
-    Args:
-        k, v: its keys and values, likewise: in the dtype of q, or copies (`copy_heads`).
-        query_segments, key_segments: segment ids of the same tokens; both or neither.
-
-    Returns:
-        out in the dtype of q and lse in float32, for this device's tokens.
+    k and v are in the dtype of q, as out is, or copies (`copy_heads`); segment ids are both given
+    or neither. Fewer key heads than the head degree are copied before step 0. All copies are
+    float32 until then, so that their gradients are summed before they are rounded.
     """
     if schedule.exchange == "sparse":
         schedule = schedule.alone
@@ -119,11 +112,8 @@ def _attend_heads(
 
 @runtime_checkable
 class Transport(Protocol):
-    """How the keys come to the queries of a device, and gradients to where they belong.
-
-    Shards are q, k, v and the segment ids of queries and of keys, all of one device, with k and v
-    in the dtype of q.
-    """
+    """How the keys come to the queries of a device, and gradients to where they belong. Shards are
+    q, k, v and the segment ids of queries and of keys, with k and v in the dtype of q."""
 
     @classmethod
     def of(cls, schedule: Schedule, kept: Any, *, gathered: bool = False) -> Transport:
@@ -137,9 +127,8 @@ class Transport(Protocol):
     def attend(self, gathered: Any, given: ScoreInputs) -> tuple[Any, Any, Any]:
         """Attends the queries of this device to all keys that they see.
 
-        Returns:
-            out in the dtype of q and lse in float32, with sinks; and what rounding took from lse
-            (`softmax.Partials`), which only float32 inputs are exact enough to need.
+        Returns out in the dtype of q and lse in float32, with sinks; and what rounding took from
+        lse (`softmax.Partials`), which only float32 inputs are exact enough to need.
         """
         ...
 
@@ -166,10 +155,8 @@ def _forward(
     key_segments: KeySegments | None,
     given: ScoreInputs = NO_SCORES,
 ) -> tuple[OutShard, LseShard, LseShard | None]:
-    """Steps 1 to 4; returns what `Transport.attend` does.
-
-    Keys and values are used in the dtype of q; their gradients have the dtype that they come in.
-    """
+    """Steps 1 to 4; returns what `Transport.attend` does. Keys and values are used in the dtype of
+    q; their gradients have the dtype that they come in."""
     k, v = (x.astype(q.dtype) for x in (k, v))
     shards = q, k, v, query_segments, key_segments
     transport = _transport(schedule).of(schedule, shards)
