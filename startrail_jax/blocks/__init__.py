@@ -38,7 +38,6 @@ class Choice:
     """Which backend serves a request, and why better ones do not."""
 
     block: Block
-    """The backend."""
     refusals: dict[str, str]
     """Name of each better backend -> why it does not serve the request."""
 
@@ -49,11 +48,7 @@ class Choice:
 
 
 def check_backend(backend: Any) -> Backend:
-    """A backend as a hashable value.
-
-    Raises:
-        ValueError: if it is no backend, or none that can be hashed.
-    """
+    """A backend as a hashable value; raises a ValueError if it is none."""
     several = isinstance(backend, (tuple, list))
     for one in backend if several else (backend,):
         if not (one in ("auto", *BACKENDS) if isinstance(one, str) else _is_block(one)):
@@ -84,15 +79,8 @@ def name_of(block: Block) -> str:
 
 
 def choose(backend: Backend, request: Request) -> Choice:
-    """Chooses the backend for a request.
-
-    Args:
-        backend: the first of several that serves the request; "auto" stands for `PREFERENCE`.
-        request: what is asked of the block.
-
-    Raises:
-        NotImplementedError: if none serves the request.
-    """
+    """The first of several backends that serves the request; "auto" stands for `PREFERENCE`. Raises
+    a NotImplementedError if none does."""
     refusals = {}
     for one in _several(backend):
         block = BACKENDS[one] if isinstance(one, str) else one
@@ -115,15 +103,7 @@ def _several(backend: Backend) -> Iterator[str | Block]:
 
 
 def select(backend: Backend, request: Request) -> Block:
-    """The block that serves a request.
-
-    Args:
-        backend: the backend, or several.
-        request: what is asked of the block.
-
-    Raises:
-        NotImplementedError: if none serves the request.
-    """
+    """The block that serves a request; raises a NotImplementedError if none does."""
     block = choose(backend, request).block
     return block if block in BACKENDS.values() else Checked(block)
 

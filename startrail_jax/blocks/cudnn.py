@@ -41,16 +41,14 @@ class Segments(NamedTuple):
     """The queries and keys that see each other in a call: the tokens of documents.
 
     Without starts, there is one segment for each row of the batch: its first queries and its last
-    keys, or with `leading` its first keys. With starts, there are as many in each row, of all rows
-    together, and a row is only a part of memory: tokens are counted from the first of all rows, and
-    a segment may begin in one row and end in the next. Results of tokens outside of all segments
-    mean nothing.
+    keys, or with `leading` its first keys. With starts, segments are of all rows together, equally
+    many a row, and a row is only a part of memory: tokens are counted from the first of all rows,
+    and a segment may go on in the next row. Results of tokens outside of all segments mean nothing.
     """
 
     query_lengths: Int32[Array, " segments"]
-    """Number of queries of each segment; 0 for one that is not used."""
+    """0 for a segment that is not used."""
     key_lengths: Int32[Array, " segments"]
-    """Number of keys of each."""
     query_starts: Int32[Array, " segments"] | None = None
     """Index of the first query of each segment, over all rows."""
     key_starts: Int32[Array, " segments"] | None = None
@@ -101,12 +99,9 @@ def output_for(delta: LseShard, dout: OutShard) -> tuple[OutShard, OutShard]:
     """An output whose rowsum(dout * out) is `delta`, and dout, both in the dtype of dout.
 
     cuDNN's backward pass takes no delta but computes it from out and dout. Any out with the right
-    sum will do, such as
-
-        out = delta dout / rowsum(dout^2)
-
-    So the true output need not travel, and delta may include the gradient of lse. Where dout is too
-    small for the quotient, a constant that is as small as the dtype allows takes its place.
+    sum will do, such as out = delta dout / rowsum(dout^2). So the true output need not travel, and
+    delta may include the gradient of lse. Where dout is too small for the quotient, a constant that
+    is as small as the dtype allows takes its place.
     """
     half = dout.dtype == jnp.float16
     greatest, least = (2.0**14, 2.0**-24) if half else (2.0**60, 2.0**-80)
@@ -134,22 +129,14 @@ def attend(
     segments: Segments | None = None,
     edge: bool = False,
 ) -> tuple[OutShard, Float32[Array, "_ n _"]]:
-    """Calls cuDNN's forward kernel.
+    """Calls cuDNN's forward kernel for some rows of a query unit and of a key unit.
 
-    Args:
-        q, k, v: some rows of a query unit and of a key unit.
-        scale: factor of the logits.
-        causal: whether query i sees only keys j <= i, counted from the first of each, or from the
-            first of each segment.
-        window: if it is not 0, query i sees only keys j > i - window, of as many as there are
-            queries; for causal calls.
-        segments: the queries and keys that see each other; None for all in each row.
-        edge: whether query i sees only keys j >= i of its row, of as many as there are queries; not
-            for causal calls, nor with starts of segments.
+    If `causal`, query i sees only keys j <= i, counted from the first of each row or segment; with
+    a `window`, only j > i - window, of as many keys as queries. If `edge`, it sees only keys j >= i
+    of its row, of as many keys as queries; not for causal calls, nor with starts of segments.
 
-    Returns:
-        out in the dtype of q, and lse in float32 (natural logarithm). With starts of segments, lse
-        is [segments, n, t], of queries counted from the first of their segment.
+    out is in the dtype of q. With starts, lse is [segments, n, t], of queries counted from the
+    first of their segment.
     """
     if _needs_one_head_dim(q, v, segments):
         rows, keys, values = _of_one_head_dim(q, k, v)
@@ -177,11 +164,8 @@ def gradients(
     segments: Segments | None = None,
     edge: bool = False,
 ) -> tuple[QueryShard, KeyShard, ValueShard]:
-    """Calls cuDNN's backward kernel, for any out and any lse, the latter as `attend` gives it.
-
-    Returns:
-        dq, dk and dv in the dtype of q.
-    """
+    """cuDNN's backward kernel, for any out and any lse, which is as `attend` gives it: dq, dk and
+    dv in the dtype of q."""
     if _needs_one_head_dim(q, v, segments):
         rows, keys, values, out, dout = _of_one_head_dim(q, k, v, out, dout)
         grads = _gradients(rows, keys, values, lse, out, dout, scale, causal, window, segments)
@@ -282,8 +266,7 @@ def _of_one_head_dim(*arrays: Array) -> Any:
 
 
 def turned(x: Array) -> Array:
-    """Tokens of x [b, t, ...] or [b, n, t] in reverse order, with zeros behind them up to a
-    multiple of `TILE`."""
+    """x [b, t, ...] or [b, n, t] in reverse order, with zeros behind up to a multiple of `TILE`."""
     return filled(jnp.flip(x, 2 if x.ndim == 3 else 1))
 
 

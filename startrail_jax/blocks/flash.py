@@ -2,8 +2,8 @@
 windows.
 
 The visible part of a pair of sorted units is a set of full rectangles and causal squares
-(`Pieces`), each of which is one kernel call. Where only the device knows which of several sets it
-is, `lax.switch` chooses. Kernels need no other masks for this, and serve grouped-query heads.
+(`Pieces`), each of which is one kernel call, also for grouped-query heads. Where only the device
+knows which of several sets it is, `lax.switch` chooses.
 
 A causal window also has squares with a window: kernels take the number of keys that a query sees,
 and as many keys as queries. The far end of a window is a causal square in reverse order of tokens.
@@ -50,7 +50,6 @@ class Flash:
     """A block backend that calls the flash kernels of one library."""
 
     kernels: Kernels
-    """The module with its kernels."""
 
     def refusal(self, request: Request) -> str | None:
         """See `base.Block.refusal`."""
@@ -195,8 +194,8 @@ def _only(
 ) -> tuple[Any, tuple[Pieces, ...]]:
     """Of a window of which some devices see one set and the others nothing: that set alone.
 
-    All devices then make its calls, which are short, and those that see nothing drop what comes of
-    them. In front of a branch, a GPU would wait for its host.
+    All devices then make its short calls, and those that see nothing drop the results. In front of
+    a branch, a GPU would wait for its host.
     """
     seen = [pieces for pieces in cases if pieces != Pieces()]
     if visibility.by_runs is None or len(cases) != 2 or len(seen) != 1:
@@ -227,8 +226,7 @@ class _Call:
     leading: bool = False
     """Whether the keys of a document are the first ones: see `Pieces`."""
     squares: int = 1
-    """Number of equal squares that lie one after another: the kernel takes them for rows of a
-    batch."""
+    """Equal squares that lie one after another: the kernel takes them for rows of a batch."""
 
     def cut(self, x: Array, where: slice) -> Array:
         """What the call gets of x [b, t, ...] or [b, n, t], at the rows or at the columns."""
@@ -384,8 +382,8 @@ def _by_rows(
 ) -> Any:
     """Joins parts of an array that cover overlapping ranges of rows.
 
-    The ends of all parts cut the rows into intervals. In each interval, `join` gets the interval
-    and the rows of the parts that cover it; its results are concatenated.
+    The ends of all parts cut the rows into intervals. `join` gets each interval and the rows of the
+    parts that cover it; its results are concatenated.
     """
     ends = sorted({0, length}.union(*({rows.start, rows.stop} for rows, _ in parts)))
     joined = []

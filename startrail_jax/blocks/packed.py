@@ -4,9 +4,8 @@ Where documents lie one after another in order of position, two kinds of calls r
 
 * A square, in which queries and keys are the same tokens. Each document in it is a segment. Kernels
   that work `by_segment` have a workspace as large as if each segment had the length of the longest,
-  so all documents of about one length are one call: there is a call for documents of up to t
-  tokens, of up to t / `STEP`, and so on. Each has `STEP` times the workspace of a call without
-  documents, however many documents there are; the last call has up to twice as much.
+  so there is one call for documents of up to t tokens, of up to t / `STEP`, and so on. Each has
+  `STEP` times the workspace of a call without documents, the last one up to twice as much.
 * A rectangle, or a square at the far end of a window, whose keys all come before its queries. They
   have at most one document in common: its last keys and its first queries. Under a full mask, a
   rectangle is served if a row is one document, and padding behind it.
@@ -99,14 +98,8 @@ def in_order(ids: Int32[Array, "b t"]) -> Bool[Array, ""]:
 
 
 def serves(kernels: Kernels, ids: Ids, square: bool, leading: bool = False) -> Bool[Array, ""]:
-    """Whether the documents of a call lie as the kernels need it, if all ids are `in_order`.
-
-    Args:
-        kernels: the kernels.
-        ids: segment ids of the queries and keys of the call.
-        square: whether these are the same tokens.
-        leading: whether the mask is full.
-    """
+    """Whether the documents of a call lie as the kernels need it, if all ids are `in_order`. A
+    `square` has the same tokens as queries and keys; `leading` is for a full mask."""
     queries, keys = ids
     if leading:
         document = queries[:, :1]
@@ -134,20 +127,12 @@ def attend(
     edge: bool,
     leading: bool,
 ) -> tuple[OutShard, LseShard]:
-    """Attention of the queries of a call to the keys of their documents.
+    """Attention of the queries of a call to the keys of their documents, in order of position.
 
-    Args:
-        kernels: the kernels.
-        q, k, v: the queries and keys of a call, in order of position.
-        ids: their segment ids, which the call `serves`.
-        scale: factor of the logits.
-        square: whether queries and keys are the same tokens, under a causal mask.
-        window: keys that a query of a square sees; 0 for all before it.
-        edge: whether query i sees only keys j >= i, for a call that is no square.
-        leading: whether the mask is full, for a call that is no square.
-
-    Returns:
-        out in the dtype of q, 0 in rows that see no key, and lse in float32, EMPTY there.
+    The call `serves` the ids. A `square` has the same tokens as queries and keys, under a causal
+    mask, of which a query sees `window` keys (0: all before it). Without a square, `edge` says that
+    query i sees only keys j >= i, and `leading` that the mask is full. Rows that see no key have 0
+    in out, which is in the dtype of q, and EMPTY in lse.
     """
     b, t, n, _ = q.shape
     zeros = jnp.zeros((b, t, n, v.shape[-1]), q.dtype), jnp.full((b, n, t), EMPTY, jnp.float32)
@@ -193,11 +178,8 @@ def gradients(
     edge: bool,
     leading: bool,
 ) -> tuple[Array, ...]:
-    """What a call contributes to dq, dk and dv, for any lse and out; see `attend` for the others.
-
-    Returns:
-        dq, dk and dv in the dtype of q, 0 where the call shows nothing.
-    """
+    """dq, dk and dv of a call in the dtype of q, 0 where it shows nothing, for any lse and out; for
+    the other arguments see `attend`."""
     b, t = q.shape[:2]
     found = tuple(alike(jnp.zeros_like(x), x, q, ids[0])[0] for x in (q, k, v))
     if not square:

@@ -51,18 +51,12 @@ class Pieces:
 def pieces_by_offset(
     query: tuple[int, int, int], key: tuple[int, int, int], offsets: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[Pieces, ...]]:
-    """The different `Pieces` of units under a causal mask, and the least offset of each.
+    """The offsets, in order, from which on other `Pieces` hold under a causal mask, and these
+    pieces.
 
-    Args:
-        query: the one run of the query unit, or its early and its late run, as `Runs.shape` gives
-            them.
-        key: the runs of the key unit, likewise; half of them are late ones if the query unit has
-            two.
-        offsets: the possible distances, in tokens, from the start of the first query run to the
-            start of the first key run.
-
-    Returns:
-        Offsets in increasing order, and the pieces that hold from each of them to the next.
+    `query` and `key` are the runs of the units, as `Runs.shape` gives them; half of the key runs
+    are late ones if the query unit has an early and a late run. `offsets` are the possible
+    distances, in tokens, from the start of the first query run to that of the first key run.
     """
     first, cases = [], []
     for offset in sorted(set(offsets)):
@@ -128,8 +122,7 @@ def period(mask: Mask, tokens: int) -> int | None:
 
 
 def pieces_by_runs(mask: Mask, queries: TokenRuns, keys: TokenRuns) -> Pieces:
-    """The pieces of two units, with their runs in order of position, under a mask that has a
-    `period`."""
+    """The pieces of two units, with runs in order of position, under a mask that has a `period`."""
     if isinstance(mask, BlockCausal):
         return pieces_of_blocks(queries, keys, mask.size)
     window = causal_window(mask)
@@ -156,12 +149,8 @@ def pieces_of_blocks(queries: TokenRuns, keys: TokenRuns, size: int) -> Pieces:
 
 @functools.lru_cache(maxsize=4096)
 def pieces_of_window(queries: TokenRuns, keys: TokenRuns, window: int) -> Pieces:
-    """The pieces of two units under a causal window.
-
-    Args:
-        queries, keys: the runs of each unit, in order of position.
-        window: keys that a query sees, the one at its own position included.
-    """
+    """The pieces of two units under a causal window, with runs in order of position. A query sees
+    `window` keys, the one at its own position included."""
     found: dict[str, list[Any]] = {}
     for (i, at, m), (j, key_at, n) in itertools.product(_joined(queries), _joined(keys)):
         for kind, start, stop, first, end in _band((at, at + m), (key_at, key_at + n), window):

@@ -37,8 +37,8 @@ NAMES = ("slopes", "bias", "dropout")
 class Dropout:
     """Which probabilities are dropped: a hash of a seed, the row, the head and both positions.
 
-    The entries that a seed drops are therefore the same on any mesh, in any layout, in any tile and
-    in both passes, and nothing is stored.
+    So a seed drops the same entries on any mesh, in any layout, in any tile and in both passes, and
+    nothing is stored.
     """
 
     words: Any
@@ -55,12 +55,8 @@ class Dropout:
     def keeps(
         self, rows: int, heads: int, query: Int32[Array, " t"], key: Int32[Array, " s"]
     ) -> Bool[Array, "#b #n t s"]:
-        """Which probabilities stay.
-
-        Args:
-            rows, heads: how many rows and query heads there are.
-            query, key: natural positions of the tokens.
-        """
+        """Which probabilities stay, at natural positions `query` and `key` of so many rows and
+        query heads."""
         state = self.words[0], self.words[1]
         if not self.shared:
             row, head = jnp.arange(rows) + self.first_row, jnp.arange(heads) + self.first_head
@@ -77,11 +73,8 @@ _GOLDEN, _ODD = 0x9E3779B9, 0xCC9E2D51
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """The finaliser of MurmurHash3: a permutation of the 32-bit words, every bit of which counts.
-
-    References:
-        Austin Appleby, https://github.com/aappleby/smhasher/wiki/MurmurHash3 (public domain).
-    """
+    """The finaliser of MurmurHash3, a permutation of the 32-bit words (Austin Appleby,
+    https://github.com/aappleby/smhasher/wiki/MurmurHash3, public domain)."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
     return x ^ (x >> jnp.uint32(16))
@@ -110,12 +103,10 @@ class Scores:
     slopes: Any = None
     """ALiBi slopes, float32 [n]; None for none."""
     bias: Any = None
-    """Numbers to add to the logits, [1 or b, 1 or n, t, columns] of any float dtype, for the
-    queries of the unit; None for none."""
+    """[1 or b, 1 or n, t, columns] of any float dtype, for the logits of the unit's queries."""
     column: Any = None
     """Where in the columns of the bias the keys of the unit begin; None for 0."""
     dropout: Dropout | None = None
-    """What is dropped; None for nothing."""
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -133,11 +124,7 @@ class Scores:
         return tuple(x for x in (self.slopes, self.bias) if x is not None)
 
     def of_heads(self, first: int, heads: int) -> Scores:
-        """The same for `heads` of the query heads, from number `first` on.
-
-        Args:
-            first, heads: which heads; a bias or a dropout that all heads share stays as it is.
-        """
+        """The same for `heads` query heads from number `first` on; what all heads share stays."""
         slopes, bias, dropout = self.slopes, self.bias, self.dropout
         if slopes is not None:
             slopes = slopes[first : first + heads]
@@ -159,12 +146,8 @@ class Scores:
     def sums(
         self, into: tuple[Array | None, ...], never: Bool[Array, ""]
     ) -> tuple[Float32[Array, "..."], ...]:
-        """The sums of gradients of `learnt` so far, zeros where there are none.
-
-        Args:
-            into: those that there are; left out, or None, where there are none.
-            never: as in `ordering.zeros_after`.
-        """
+        """The sums of gradients of `learnt` so far, zeros where `into` has none; `never` as in
+        `ordering.zeros_after`."""
         into = into or (None,) * len(self.learnt)
         return tuple(
             jnp.where(never, x.astype(jnp.float32), 0.0) if dx is None else dx
@@ -219,12 +202,8 @@ class ScoreTile:
     def add_gradients(
         self, ds: Float32[Array, "..."], sums: tuple[Array, ...]
     ) -> tuple[Array, ...]:
-        """Sums of the gradients of `Scores.learnt`, and those of this tile added to them.
-
-        Args:
-            ds: p * (dp - delta), 0 where nothing is visible.
-            sums: float32 sums so far, in the order of `learnt`.
-        """
+        """The sums of the gradients of `Scores.learnt`, in its order, with those of this tile
+        added. ds = p * (dp - delta), 0 where nothing is visible."""
         if not sums:
             return sums
         order = "b k s g t -> b (k g) t s" if self.keys_first else "b k g t s -> b (k g) t s"

@@ -26,14 +26,8 @@ def rows(x: Shaped[Array, "b n t"]) -> Shaped[Array, "b t n 1"]:
 def cap_logits(
     logits: Float32[Array, "..."], softcap: float | None
 ) -> tuple[Float32[Array, "..."], Float32[Array, "..."] | None]:
-    """Logits below a soft cap, and the slope of the cap there, for their gradient.
-
-        s' = c tanh(s / c),    ds' / ds = 1 - (s' / c)^2
-
-    Args:
-        logits: scaled logits, before anything is masked.
-        softcap: the cap c; None for none, and the slope is None too.
-    """
+    """Scaled, unmasked logits below a soft cap c: s' = c tanh(s / c); and the slope of the cap
+    there, for their gradient: ds' / ds = 1 - (s' / c)^2."""
     if softcap is None:
         return logits, None
     below = jnp.tanh(logits / softcap)
@@ -43,15 +37,8 @@ def cap_logits(
 def highest_with(
     sinks: Float32[Array, " n"], highest: Float32[Array, "b n t"]
 ) -> tuple[Float32[Array, "b n t"], Float32[Array, "b n t"]]:
-    """The greatest logit of rows that have a sink beside their keys.
-
-    Args:
-        sinks: the logit of each head that counts in its denominator.
-        highest: the greatest logit of the keys; EMPTY in rows that see none, which have no sink.
-
-    Returns:
-        The greatest logit, and what the sink adds to the sum of exp(logit - greatest).
-    """
+    """The greatest logit of rows that have a sink beside their keys, and what the sink adds to the
+    sum of exp(logit - greatest). Rows that see no key, where `highest` is EMPTY, have no sink."""
     logits, empty = sinks[None, :, None], highest <= EMPTY
     top = jnp.where(empty, highest, jnp.maximum(highest, logits))
     return top, jnp.where(empty, 0.0, jnp.exp(logits - top))
@@ -67,12 +54,7 @@ def join_sinks(
 
         lse' = log(exp(lse) + exp(sink)),    out' = out exp(lse - lse')
 
-    Args:
-        out, lse, low: as in `Partials`. Rows that see no key stay as they are.
-        sinks: the logits.
-
-    Returns:
-        out, lse and low in float32, as `merge_precisely`.
+    out, lse and low are those of `Partials`. Rows that see no key stay as they are.
     """
     top, of_sink = highest_with(sinks, lse)
     weight = jnp.exp(sum(low, lse - top))
@@ -83,13 +65,8 @@ def join_sinks(
 def sink_gradient(
     sinks: Float32[Array, " n"], lse: Float32[Array, "b n t"], delta: Float32[Array, "b n t"]
 ) -> Float32[Array, " n"]:
-    """Gradient of the sinks: of a key of value 0, whose ds = exp(sink - lse) (0 - delta).
-
-    Args:
-        sinks: the logits.
-        lse: the log-sum-exp with the sinks; EMPTY in rows that see no key.
-        delta: as in the backward pass of attention.
-    """
+    """Gradient of the sinks: of a key of value 0, whose ds = exp(sink - lse) (0 - delta). lse
+    counts the sinks; it is EMPTY in rows that see no key."""
     share = jnp.where(lse <= EMPTY, 0.0, jnp.exp(sinks[None, :, None] - lse))
     return -(share * delta).sum((0, 2))
 
@@ -104,20 +81,13 @@ def merge_partials(
 def merge_precisely(
     partials: Sequence[tuple[Array, ...]],
 ) -> tuple[Float32[Array, "b t n v"], Float32[Array, "b n t"], Float32[Array, "b n t"]]:
-    """Merges attentions of the same queries to disjoint sets of keys.
+    """Merges attentions (`Partials`) of the same queries to disjoint sets of keys, at least one.
 
         L = log sum_p exp(lse_p + low_p),    out = sum_p exp(lse_p + low_p - L) out_p
 
-    Args:
-        partials: one or more, as in `Partials`; lse is a natural logarithm.
-
-    Returns:
-        out, lse and low in float32, with lse + low = L. A row that sees no key in any of the
-        partials has out 0, lse EMPTY and low 0.
-
-    References:
-        FlashAttention, https://arxiv.org/abs/2205.14135, section 3.1; StarTrail,
-        https://arxiv.org/abs/2407.00611, algorithm 3.
+    lse + low = L. A row that sees no key in any of the partials has out 0, lse EMPTY and low 0. See
+    FlashAttention, https://arxiv.org/abs/2205.14135, section 3.1; StarTrail,
+    https://arxiv.org/abs/2407.00611, algorithm 3.
     """
     if len(partials) == 1:
         out, lse, *low = partials[0]
@@ -137,15 +107,10 @@ def merge_precisely(
 def log_sum(
     highest: Float32[Array, "..."], total: Float32[Array, "..."]
 ) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
-    """The log-sum-exp of rows whose greatest logit is `highest`, as lse and low.
+    """The log-sum-exp of rows from their greatest logit and the sum of exp(logit - highest).
 
-    Args:
-        highest: the greatest logit of each row; EMPTY in rows that see no key.
-        total: the sum of exp(logit - highest) over each row.
-
-    Returns:
-        lse = highest + log(total), rounded, and what rounding took from it; EMPTY and 0 in rows
-        that see no key.
+    lse = highest + log(total), rounded, and what rounding took from it; EMPTY and 0 in rows that
+    see no key, where `highest` is EMPTY.
     """
     log = jnp.log(total)
     lse, empty = highest + log, highest <= EMPTY

@@ -164,10 +164,8 @@ class _TileList:
     query: Tiling
     key: Tiling
     order: Int32[Array, " pairs"]
-    """Index of the query tile times the number of key tiles, plus the index of the key tile, of
-    each pair; then padding."""
+    """(Index of the query tile) * (number of key tiles) + (index of the key tile), then padding."""
     count: Int32[Array, ""]
-    """Number of pairs."""
 
     @classmethod
     def of(cls, kind: str, query: Tiling, key: Tiling, pairs: Bool[Array, "i j"]) -> _TileList:
@@ -256,13 +254,7 @@ def pair_lists(
     visibility: Visibility, query_len: int, key_len: int, rows: int, *, dense: bool
 ) -> list[_TileList]:
     """All pairs of tiles that may hold something visible, each once, in a list for each kind.
-
-    Args:
-        visibility: what a pair of units sees.
-        query_len, key_len: tokens of the units.
-        rows: rows of the batch times query heads.
-        dense: whether cuDNN serves no tile.
-    """
+    `rows` are rows of the batch times query heads; `dense` if cuDNN serves no tile."""
     coarse = tilings(visibility, query_len, key_len)
     side = math.isqrt(LOGITS_BYTES // (4 * rows))
     size = min(FINE, 2 ** (max(side, 1).bit_length() - 1))
@@ -332,10 +324,8 @@ def _gradients(
     at: ScoreTile,
     learnt: tuple[Array, ...],
 ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
-    """What `cudnn.gradients` computes, but under any mask, for a given delta and in float32.
-
-    Last come the sums `learnt` of gradients of the scores, with those of this pair added.
-    """
+    """What `cudnn.gradients` computes, but under any mask, for a given delta and in float32. Last
+    come the sums `learnt` of gradients of the scores, with those of this pair added."""
     heads, dot = k.shape[2], _dot(q.dtype)
     rows, dout, k, v = _rows(q, heads), _rows(dout, heads), k.swapaxes(1, 2), v.swapaxes(1, 2)
     lse, delta = (rearrange(x, "b (k g) t -> b k (g t) 1", k=heads) for x in (lse, delta))

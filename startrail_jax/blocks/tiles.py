@@ -73,8 +73,8 @@ class Tiling:
 def visible_tiles(visibility: Visibility, query: Tiling, key: Tiling) -> Bool[Array, "i j"]:
     """Pairs of tiles that may hold a visible (query, key) pair.
 
-    The answer is as exact for positions as the mask is for spans of them. For segment ids it is
-    a test of ranges, so that a pair of tiles may be listed in which nothing is visible.
+    For positions it is as exact as the mask is for spans. Segment ids are compared as ranges, so
+    that a listed pair may have nothing visible.
     """
     visible = jnp.ones((len(query.starts), len(key.starts)), bool)
     if not visibility.full:
@@ -103,11 +103,7 @@ def _segment_range(tiles: Int32[Array, "b i n"]) -> tuple[Int32[Array, "b i"], I
 
 
 def split_tiles(tiling: Tiling, target: int) -> tuple[Tiling, np.ndarray]:
-    """Cuts the tiles of a unit into tiles of at most `target` tokens.
-
-    Returns:
-        The small tiles, and for each of them the index of the large tile that it is part of.
-    """
+    """Cuts tiles into ones of at most `target` tokens, each with the index of its large tile."""
     part = Tiling.of(tiling.size, 1, target)
     starts = tiling.starts[:, None] + part.starts
     fresh = np.maximum(tiling.starts[:, None] + part.fresh, tiling.fresh[:, None])
@@ -117,7 +113,7 @@ def split_tiles(tiling: Tiling, target: int) -> tuple[Tiling, np.ndarray]:
 
 
 def tile_kinds(visibility: Visibility, query: Tiling, key: Tiling) -> dict[str, Bool[Array, "i j"]]:
-    """Sorts the visible pairs of tiles by what an attention kernel has to mask in them.
+    """Which visible pairs of tiles are of each kind: what an attention kernel has to mask in them.
 
     * "full": every query sees every key, and nothing is masked.
     * "causal": a triangle is visible; query m of the tile sees keys 0 .. m.
@@ -126,10 +122,7 @@ def tile_kinds(visibility: Visibility, query: Tiling, key: Tiling) -> dict[str, 
     * "mixed": anything else, even a pair in which nothing is visible (see `visible_tiles`).
 
     A pair is of another kind than "mixed" only if it is of that kind in every row of the batch and
-    neither of its tiles overlaps another.
-
-    Returns:
-        Kind -> which pairs are of it. Kinds that cannot occur are left out.
+    neither of its tiles overlaps another. Kinds that cannot occur are left out.
     """
     visible = visible_tiles(visibility, query, key)
     whole = (query.starts == query.fresh)[:, None] & (key.starts == key.fresh)
@@ -180,10 +173,8 @@ def _only_segment(tiles: Int32[Array, "b i n"]) -> Int32[Array, "b i"]:
 def visible_in_tiles(
     visibility: Visibility, query: Tiling, key: Tiling, i: Array, j: Array
 ) -> Bool[Array, "#b #m #n"] | None:
-    """Which keys of key tile j the queries of query tile i see; None if no tile has a mask.
-
-    Tokens that the tile before holds too count as masked, or they would count twice.
-    """
+    """Which keys of key tile j the queries of query tile i see; None if no tile has a mask. Tokens
+    that the tile before holds too count as masked, or they would count twice."""
     tests = []
     if not visibility.full:
         positions = query.cut(visibility.query_positions, i, 0)[None, :, None]
@@ -210,13 +201,8 @@ def mask_logits(
 ) -> Float32[Array, "... _ _"]:
     """The logits of a pair of tiles, -inf where the query does not see the key.
 
-    Args:
-        logits: [b, k, g * t, s] or [b * k, g * t, s]: k key heads, each of which g query heads
-            share, t queries and s keys. The last two dimensions are swapped if `keys_first`.
-        visible: what `visible_in_tiles` gives.
-        heads: number of key heads.
-        queries: number of queries in a tile.
-        keys_first: whether keys come before queries in `logits`.
+    Logits are [b, k, g * t, s] or [b * k, g * t, s] for k key `heads`, each of which g query heads
+    share, t `queries` and s keys. The last two dimensions are swapped if `keys_first`.
     """
     if visible is None:
         return logits

@@ -32,18 +32,14 @@ class Visibility:
     """
 
     mask: Mask = _FULL
-    """Which position sees which."""
     query_runs: Runs | None = None
-    """Positions of the queries; every mask but a full one needs them."""
+    """Positions of the queries, as `key_runs` of the keys; every mask but a full one needs them."""
     key_runs: Runs | None = None
-    """Positions of the keys, likewise."""
     query_segments: Int32[Array, "b t"] | None = None
-    """Segment ids of the queries, if there are any."""
     key_segments: Int32[Array, "b s"] | None = None
-    """Segment ids of the keys, if there are any."""
     offsets: tuple[int, ...] = ()
-    """All possible distances from the start of `query_runs` to that of `key_runs`, in
-    tokens; `cases` needs them where the starts are traced."""
+    """All possible distances, in tokens, from the start of `query_runs` to that of `key_runs`;
+    `cases` needs them where the starts are traced."""
     by_runs: Callable[[], Cases] | None = None
     """What `cases` gives for a mask that has a `pieces.period`; None for others."""
 
@@ -81,10 +77,10 @@ class Visibility:
 
     @property
     def dense(self) -> Bool[Array, "_ t s"]:
-        """All pairs, for kernels that hold them all: whether each query sees each key.
+        """Whether each query sees each key, for kernels that hold all pairs.
 
-        The first dimension is the batch, or 1 where all rows are alike. A full mask without
-        segment ids has no pairs to tell apart: see `full`.
+        The first dimension is the batch, or 1 where all rows are alike. A full mask without segment
+        ids has no pairs to tell apart: see `full`.
         """
         seen = jnp.ones((1, 1, 1), bool)
         if not self.full:

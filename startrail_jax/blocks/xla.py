@@ -129,14 +129,7 @@ def backward(
 def tilings(
     visibility: Visibility, query_len: int, key_len: int, group: int
 ) -> tuple[Tiling, Tiling]:
-    """The tiles of the queries and of the keys of a pair of units.
-
-    Args:
-        visibility: what the pair sees.
-        query_len: tokens of the query unit.
-        key_len: tokens of the key unit.
-        group: number of query heads that share a key head.
-    """
+    """Tiles of the queries and keys of a pair of units; `group` query heads share a key head."""
     rows = max(1, TILE_ROWS // group)
     return (
         Tiling.of(query_len, visibility.num_query_runs, rows),
@@ -176,8 +169,7 @@ class _VisibleTiles:
 class _Tiles:
     """Reads and writes tiles of a pair of units, as the rows and columns of matrix products.
 
-    In the shapes, z stands for (batch, key head), r for (query head of that key head, query), and c
-    for key.
+    In shapes, z is (batch, key head), r is (query head of that key head, query), and c is key.
     """
 
     visibility: Visibility
@@ -235,10 +227,8 @@ class _Tiles:
     def masked(
         self, logits: Float32[Array, "z _ _"], i: Array, j: Array, *, keys_first: bool = False
     ) -> Float32[Array, "z _ _"]:
-        """The logits of the pair (i, j) of tiles, -inf where the query does not see the key.
-
-        They are [z, rows, columns], or [z, columns, rows] if `keys_first`.
-        """
+        """Logits [z, rows, columns] of the pair (i, j) of tiles, -inf where the query does not see
+        the key; [z, columns, rows] if `keys_first`."""
         visible = visible_in_tiles(self.visibility, self.query, self.key, i, j)
         return mask_logits(
             logits, visible, heads=self.heads, queries=self.query.size, keys_first=keys_first
