@@ -40,9 +40,9 @@ def in_chunks(
     """Attention of all heads, chunk by chunk: out [b, t, n, v] and lse [b, n, t].
 
     A chunk begins when the last but one is done, in both passes, so that `AT_ONCE` of them take
-    memory at a time. `attend` gets the number of a chunk's first query head, and its q [b, t, n,
-    h], k [b, s, k, h] and v [b, s, k, v]; it gives out and lse. Neighbouring heads share a key
-    head.
+    memory at a time. `attend` gets the number of a chunk's first query head, and its q
+    [b, t, n, h], k [b, s, k, h] and v [b, s, k, v]; it gives out and lse. Neighbouring heads share
+    a key head.
     """
     if head_chunks == 1:
         return attend(0, q, k, v)

@@ -101,10 +101,8 @@ class Steps:
 
     @property
     def _summed_key_gradient_bytes(self) -> int:
-        """Bytes of dk and dv, summed over all queries but not yet over copies of a key head.
-
-        They are in the input dtype if there are no copies, and in float32 otherwise.
-        """
+        """Bytes of dk and dv, summed over all queries but not yet over copies of a key head: in the
+        input dtype if there are no copies, else in float32."""
         copied = self.kv_heads < self.degrees.head * self.degrees.tensor
         size = self.share.key_value_bytes
         return self.share.in_dtype(size, "float32") if copied else size
@@ -167,11 +165,8 @@ class Steps:
         return moves
 
     def _chunks(self, each: bool) -> int:
-        """How often segment ids are sent: for each chunk of heads, or once for all.
-
-        In the forward pass XLA sends them once; in the backward pass it does so only where a device
-        sends what it has not gathered.
-        """
+        """How often segment ids are sent: for each chunk of heads, or once for all. In the forward
+        pass XLA sends them once; backward, only where a device sends what it has not gathered."""
         return self.options.head_chunks if each else 1
 
     def _partial(self, size: int) -> int:
@@ -267,15 +262,11 @@ class Steps:
         *,
         to_owner: bool = False,
     ) -> list[Transfer]:
-        """Messages round the outer and the inner cycle of the ring.
+        """Messages round the outer and the inner cycle of the ring, each of `members` buffers of
+        `tensors` + `rows` bytes (see `Transfer`), in `direction` +1 or -1.
 
-        Args:
-            step: name of the step; that of the outer cycle of a double ring is "outer " + step.
-            direction: +1 or -1, the hop of each message.
-            members: number of buffers of `tensors` + `rows` bytes in a message.
-            tensors, rows: see `Transfer`.
-            to_owner: whether these are gradients, which start in round 1, and whose last hop takes
-                them to the owner of their travellers.
+        The step of the outer cycle of a double ring is "outer " + step. Gradients that go
+        `to_owner` start in round 1, and their last hop takes them to the owner of their travellers.
         """
         inner = self.options.inner
         within, between = _hops(tuple(self.offsets[::inner]), inner, direction, to_owner)
