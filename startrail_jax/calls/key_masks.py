@@ -18,11 +18,7 @@ from startrail_jax.masks.algebra import shown
 
 
 def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any:
-    """Which keys the mask of a call shows to all queries: bools [batch, kv_seq].
-
-    Returns:
-        The bools; None if every key is shown.
-    """
+    """Which keys a mask shows to all queries: bools [batch, kv_seq]; None for every key."""
     if mask is None:
         return None
     if isinstance(mask, (list, tuple)):
@@ -74,16 +70,11 @@ def as_negative(padding_id: int | None, segment_ids: Any) -> Any:
 def pad_keys(
     attention: Arguments, inputs: tuple[Array, ...], segment_ids: Any
 ) -> tuple[tuple[Array, ...], Any]:
-    """Keys and values of cross-attention, filled up to a length that the layout divides.
+    """Query, key, value and segment ids, with the keys and values of cross-attention filled up to a
+    length that the layout divides: text of 77 tokens, say, which few meshes divide.
 
-    Text of 77 tokens, say, which few meshes divide. No query sees what is added.
-
-    Args:
-        segment_ids: None, or a pair of which each is an array or None; one array is for keys of the
-            length of the queries, which are not filled up.
-
-    Returns:
-        Query, key and value; and the segment ids.
+    No query sees what is added. Ids are None, or a pair of which each is an array or None; one
+    array is for keys of the length of the queries, which are not filled up.
     """
     query, key, value = inputs
     missing = -key.shape[1] % attention.layout.multiple

@@ -58,11 +58,7 @@ def given_to_call(
     inputs: tuple[Array, ...],
     **given: Any,
 ) -> tuple[ScoreInputs, ScoreInputs]:
-    """What a call gives beside query, key, value and segment ids, checked.
-
-    Returns:
-        What is given; and the specs of it, likewise.
-    """
+    """What a call gives beside query, key, value and segment ids, checked; and the specs of it."""
     found = check_given(attention, inputs[0], inputs[1], **given)
     parts, tree = jax.tree_util.tree_flatten_with_path(found)
     fields = {str(path[-1].name): x for path, x in parts}
@@ -77,11 +73,7 @@ def given_to_call(
 
 
 def given_to_shards(attention: Arguments, query: Array, key: Array, **given: Any) -> ScoreInputs:
-    """What `Attention.local` gives beside what one device holds.
-
-    Args:
-        query, key: the shards of this device. The columns of a bias are those of all keys.
-    """
+    """What `Attention.local` gives beside its shards; a bias has the columns of all keys."""
     shape = list(key.shape)
     shape[1] *= attention.degrees.sequence
     found = check_given(
@@ -113,14 +105,8 @@ def check_given(
     seq_len: int | None = None,
     where: str = ", over all devices",
 ) -> ScoreInputs:
-    """What is given for queries and keys, as far as it is.
-
-    Args:
-        query, key: arrays, or shapes of such.
-        slopes, bias, sinks, prefix_lengths, dropout_rng, dropout_rate, broadcast_dropout,
-            deterministic: arguments of the call.
-        seq_len: query tokens of whole rows; None for those of `query`.
-    """
+    """What is given for queries and keys (arrays, or shapes of such), as far as it is. Whole rows
+    have `seq_len` query tokens; None for those of `query`."""
     given: dict[str, Any] = {}
     check_static(deterministic=deterministic, broadcast_dropout=broadcast_dropout)
     if slopes is not None:

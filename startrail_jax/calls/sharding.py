@@ -299,10 +299,8 @@ class Sharded:
             )
 
     def _check_on_mesh(self, x: Any) -> None:
-        """Raises if an array cannot be what a call of this attention gave.
-
-        Permuting a result again would give a third order that nothing tells from the natural one.
-        """
+        """Raises if an array cannot be what a call of this attention gave. Permuting a result again
+        would give a third order that nothing tells from the natural one."""
         if isinstance(x, jax.Array):
             devices = x.sharding.device_set
             if isinstance(self.mesh, AbstractMesh) or devices == set(self.mesh.devices.flat):

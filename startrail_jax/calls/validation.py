@@ -45,17 +45,12 @@ def served_call(
 ) -> tuple[dict[str, Any], tuple[Array, ...], tuple[PartitionSpec, ...]]:
     """All that a call of an attention requires, in one visit.
 
-    Args:
-        segment_ids: None, one array, or a pair of which each is an array or None.
-        dtype: dtype to cast query, key and value to; None leaves them as they are.
-        is_causal, scale, implementation, local_window_size, softcap, padding_id, mask: arguments of
-            the call.
-        pads_keys: whether keys of a length that does not fit may be filled up.
-        **unserved: options that this op does not serve, which must be None.
+    Segment ids are None, one array, or a pair of which each is an array or None. With a `dtype`,
+    query, key and value are cast to it. If `pads_keys`, keys of a length that does not fit may be
+    filled up. What is `unserved` must be None.
 
-    Returns:
-        The options of the attention that this call replaces; query, key, value and the arrays of
-        segment ids as JAX arrays; and the spec of each of them.
+    Returns the options of the attention that this call replaces; query, key, value and the arrays
+    of segment ids as JAX arrays; and the spec of each of them.
     """
     check_whole(attention.mesh)
     _refuse_unserved(unserved)
@@ -237,11 +232,8 @@ def check_arrays(
     layout: Layout,
     mask: masks.Mask,
 ) -> None:
-    """Raises a ValueError unless whole arrays fit each other, the layout and the mesh.
-
-    Args:
-        query, key, value: arrays, or anything else with `shape` and `dtype`.
-    """
+    """Raises a ValueError unless whole arrays, or things of such a `shape` and `dtype`, fit each
+    other, the layout and the mesh."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim == 4:
         raise InputError(
@@ -347,12 +339,7 @@ def check_shardings(
     mesh: Mesh | AbstractMesh,
 ) -> None:
     """Raises a ValueError unless each array is sharded as its spec, on the Explicit axes of `mesh`.
-
-    On Auto axes there is nothing to check, as the compiler reshards what enters a `shard_map`.
-
-    Args:
-        names: names of the arrays, for the message; at least one for each array.
-    """
+    On Auto axes the compiler reshards what enters a `shard_map`, so there is nothing to check."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {axis for axis, kind in kinds if kind == AxisType.Explicit}
     for name, array, spec in zip(names, arrays, specs, strict=False):
@@ -399,11 +386,7 @@ def check_decode(
     layout: Layout,
     slots: int,
 ) -> None:
-    """Raises a ValueError unless new tokens and a cache fit each other.
-
-    Args:
-        query, key, value, positions: arguments of `Attention.decode` or `decode_local`.
-    """
+    """Raises a ValueError unless new tokens and a cache fit each other, whole or of one device."""
     mask.check_closed("decode")
     if not mask.causal:
         given = "causal=False" if isinstance(mask, masks.Full) else f"mask={mask}"
@@ -433,12 +416,8 @@ def check_decode(
 def check_update(
     cache: Any, new: Any, positions: Any, *, layout: Layout, slots: int, layers: bool = False
 ) -> None:
-    """Raises a ValueError unless new keys or values fit a cache.
-
-    Args:
-        cache, new, positions: arguments of `Attention.update_cache` or `update_cache_local`.
-        layers: whether the cache has a leading dimension of layers.
-    """
+    """Raises a ValueError unless new keys or values of `Attention.update_cache` or
+    `update_cache_local` fit a cache, which has a leading dimension of layers if `layers`."""
     shape = cache.shape[layers:]
     if not (
         len(shape) == new.ndim == 4 and (shape[0], *shape[2:]) == (new.shape[0], *new.shape[2:])
