@@ -20,7 +20,6 @@ class LinearCall:
     """States of a row of this device."""
     scale: float
     packed: bool
-    """Whether there are segment ids."""
     backend: str
     """A key of `startrail_jax.linear.vjp.BLOCKS`."""
 
@@ -39,7 +38,6 @@ class LinearRequest:
     """Least CUDA compute capability of the devices; None if it is not known, or not CUDA."""
     rule: str
     dtype: str
-    """Name of the dtype of query, key and value."""
     key_dim: int
     value_dim: int
 
@@ -47,9 +45,9 @@ class LinearRequest:
 class LinearBlock(Protocol):
     """A backend: a module with these functions.
 
-    Of the arguments, `blocks` are query, key, value [b, s, g, n, c, _, channels], decay [b, s, g,
-    n, c, _, 1 or k], beta [b, s, g, n, c, _] and document [b, s, g, n, c] (see `rules.Chunk`), for
-    s slices of g groups of n chunks of c tokens; states are [b, s, g, h, k, v] in float32.
+    `blocks` are query, key, value [b, s, g, n, c, _, channels], decay [b, s, g, n, c, _, 1 or k],
+    beta [b, s, g, n, c, _] and document [b, s, g, n, c] (see `rules.Chunk`), for s slices of g
+    groups of n chunks of c tokens; states are [b, s, g, h, k, v] in float32.
     """
 
     def refusal(self, request: LinearRequest) -> str | None:
@@ -65,8 +63,7 @@ class LinearBlock(Protocol):
         ...
 
     def wanted(self, call: LinearCall, blocks: Any, states: Array, dout: Array) -> Array:
-        """The gradients of the states before groups, as far as they come from the groups' own
-        outputs."""
+        """Gradients of the states before groups, as far as the groups' own outputs give them."""
         ...
 
     def gradients(

@@ -20,10 +20,8 @@ def conv_on_device(
     ids: Int32[Array, "b t"] | None,
     first: Shaped[Array, "b e *m"],
 ) -> Shaped[Array, "b t *m"]:
-    """out_t = sum_i kernel_i x_{t - w + 1 + i}, in float32, where `first` stands before x_0.
-
-    Inputs of other documents count as zeros; those of padding are zeros.
-    """
+    """out_t = sum_i kernel_i x_{t - w + 1 + i}, in float32, where `first` stands before x_0. Inputs
+    of other documents count as zeros; those of padding are zeros."""
     zigzag, extra = layout.kind == "zigzag", first.shape[1]
     number = None
     if ids is not None:

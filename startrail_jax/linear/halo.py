@@ -13,15 +13,10 @@ from startrail_jax.rings import collectives
 def with_tokens_before(
     x: Shaped[Array, "b t *m"], first: Shaped[Array, "b e *m"], axis: Axis, *, zigzag: bool
 ) -> Shaped[Array, "b s et *m"]:
-    """The slices of a device behind the e tokens before them, which other devices send.
+    """The slices of a device, p and 2P - 1 - p in zigzag order, behind the e tokens before them.
 
-    They arrive in one message, and in two under zigzag. A slice has at least e tokens.
-
-    Args:
-        x: the tokens of the device.
-        first: what stands before the first token of all.
-        axis: the devices.
-        zigzag: whether a device holds two slices, p and 2P - 1 - p.
+    Other devices send these, in one message, or two under zigzag. A slice has at least e tokens;
+    `first` stands before the first token of all.
     """
     n, p, extra = axis.degree, collectives.index(axis), first.shape[1]
     up, down = (pairs_along(n, 1, way) for way in (True, False))

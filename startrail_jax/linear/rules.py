@@ -204,10 +204,7 @@ class KDA(_Delta):
 
 class SSD(StateRule):
     """State-space duality (Mamba-2; lightning attention with a fixed decay): M is one number.
-
-    Query, key, value and beta are C, B, x and the step size of Mamba-2, and the decay is A times
-    the step size.
-    """
+    Query, key, value, beta and decay are C, B, x, the step size and A times it in Mamba-2."""
 
     name = "ssd"
     delta = False
@@ -323,10 +320,8 @@ def _halves(x: Array, size: int) -> tuple[Array, Array]:
 
 
 def _borders(chunk: Chunk, sums: list[_Sums]) -> tuple[Array, Array]:
-    """Decay from the beginning of the chunk to each token, and from it to the end.
-
-    0 where another document lies between.
-    """
+    """Decay from the beginning of the chunk to each token, and from it to the end: 0 where another
+    document lies between."""
     document = chunk.document[..., None]
     before = jnp.where(document == 0, jnp.exp(sums[-1].up_to), 0)
     return before, jnp.where(document == document[..., -1:, :], jnp.exp(sums[-1].after), 0)

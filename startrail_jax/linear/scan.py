@@ -42,15 +42,10 @@ class Line:
     def enter(
         self, maps: Map, first: Float32[Array, "b h k v"], *, reverse: bool = False
     ) -> tuple[Float32[Array, "b s g h k v"], Float32[Array, "b h k v"]]:
-        """The state with which each group is entered, and the state after the last one.
+        """The state before each group, and the last state, on its device, zeros on all others.
 
-        Args:
-            maps: those of the groups, [b, s, g, h, ...] for s slices of g groups.
-            first: the state before the first group; that of its device counts.
-            reverse: whether the line is walked from its end to its beginning.
-
-        Returns:
-            The states before the groups; and the last state, on its device, zeros on all others.
+        Maps are [b, s, g, h, ...] for s slices of g groups. Of `first`, that of the device of the
+        first group counts. `reverse` walks the line from its end to its beginning.
         """
         upto = lax.associative_scan(self.rule.then, maps, reverse=reverse, axis=2)
         end = 0 if reverse else -1
@@ -83,10 +78,8 @@ class Line:
         return jnp.where(is_first, first, self._send(state, 1, up))
 
     def _both(self, near: Map, far: Map, first: Array) -> tuple[Array, Array]:
-        """Zigzag order: the states before both slices of this device.
-
-        The near slices go up the devices, the far ones come down again.
-        """
+        """Zigzag order: the states before both slices of this device. The near slices go up the
+        devices, the far ones come down again."""
         n, p = self.axis.degree, collectives.index(self.axis)
         if n == 1:
             return first, self.rule.apply(near, first)

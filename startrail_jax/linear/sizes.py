@@ -110,10 +110,8 @@ class LayerSizes(StateSizes):
 
     @property
     def forward_bytes(self) -> int:
-        """Bytes that the forward pass needs beside inputs and output, in programs for GPUs.
-
-        Inputs are copied with one head after the other; 3.5 maps is what programs had (within 6 %).
-        """
+        """Bytes that the forward pass needs beside inputs and output, in programs for GPUs. Inputs
+        are copied with one head after the other; 3.5 maps is what programs had (within 6 %)."""
         return self.input_bytes + 7 * self._groups * self.map_bytes // 2
 
     @property

@@ -32,8 +32,7 @@ from startrail_jax.xla.varying import alike, like
 
 CHECKPOINT_NAMES = ("linear_states", "linear_out")
 """The states before groups and the factors of their maps, and the output. With them,
-`jax.checkpoint` computes no part of linear attention again but what its backward pass does
-anyway."""
+`jax.checkpoint` recomputes nothing that the backward pass does not recompute anyway."""
 
 BLOCKS: dict[str, LinearBlock] = {"xla": xla, "jla": jla}
 """The backends by name."""
@@ -59,16 +58,10 @@ def joined(cut: Cut, x: Array, slices: int, tokens: int) -> Array:
 def linear_attention(call: LinearCall, first: Array, begins: Array, *floats: Array) -> Any:
     """Linear attention of the tokens of a device.
 
-    Args:
-        call: what is static.
-        first: the state before the first token of each row, [b, h, k, v] in float32.
-        begins: whether a document begins, [b, t].
-        *floats: query, key, value [b, t, _, channels], decay [b, t, _, 1 or k] and beta [b, t, _],
-            which are 0 at padding.
-
-    Returns:
-        out [b, t, h, v] in the dtype of value; and the last state, on the device of the last token,
-        zeros on the others.
+    Given are the state before the first token of each row, float32 [b, h, k, v]; whether a document
+    begins, [b, t]; and query, key, value [b, t, _, channels], decay [b, t, _, 1 or k] and beta
+    [b, t, _], which are 0 at padding. Returns out [b, t, h, v] in the dtype of value, and the last
+    state, on the device of the last token, zeros on the others.
     """
     first, begins, *blocks = alike(first, begins, *floats)
     length, slices = begins.shape[1], call.line.slices
