@@ -16,11 +16,7 @@ from startrail_jax.errors import InputError
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises unless a mesh is one of jax.
-
-    Raises:
-        ValueError: if it is another thing, such as the degrees of a mesh.
-    """
+    """Raises unless a mesh is one of jax, and not, say, the degrees of a mesh."""
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return
     way = "startrail_jax.make_mesh(degrees)"
@@ -65,16 +61,8 @@ class AxisNames:
 def check_sequence_axis(
     mesh: Mesh | AbstractMesh, names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
 ) -> None:
-    """Raises if no axis of several devices shards the sequence and no axis_names is given.
-
-    Args:
-        mesh: the mesh.
-        names: the names of the axes that the caller gave, if any.
-
-    Raises:
-        ValueError: if the mesh has several devices and no axis of a sequence role, and `names` maps
-            nothing.
-    """
+    """Raises if no axis of a mesh of several devices shards the sequence and `names` maps
+    nothing."""
     if mesh.size == 1 or set(SEQUENCE_ROLES) & set(mesh.axis_names) or names:
         return
     raise InputError(
@@ -86,11 +74,7 @@ def check_sequence_axis(
 
 
 def resolve_axes(mesh: Mesh | AbstractMesh, names: AxisNames) -> dict[str, Axis]:
-    """The `Axis` of each role on `mesh`.
-
-    Raises:
-        ValueError: if a name that the caller gave is not an axis of the mesh, or plays two roles.
-    """
+    """The `Axis` of each role on `mesh`; raises if a given name is no axis, or plays two roles."""
     sizes = dict(mesh.shape)
     axes: dict[str, Axis] = {}
     taken: dict[str, str] = {}
@@ -124,17 +108,12 @@ def share_axis(
 
     Index p along it has the digits of ring, group, team and head, which make the sequence rank.
     Where their product only divides the size of the axis, the digit of data comes before them:
-    neighbours share a row, and each set of neighbours has rows of its own.
+    neighbours share a row, and each set of neighbours has rows of its own. Several `names` count as
+    one axis, slowest first. `axes` are those of data and tensor. Without degrees it is Ring
+    Attention.
 
-    Args:
-        mesh: the mesh.
-        axes: what `resolve_axes` says, for data and tensor.
-        names: the axis of the mesh, or several as one, slowest first.
-        degrees: the degrees; None for Ring Attention.
-
-    Raises:
-        ValueError: if the mesh has no such axis, if the axis plays another role or another one
-            shards the sequence too, or if the degrees do not fit.
+    Raises a ValueError if there is no such axis, if it plays another role, if another one shards
+    the sequence too, or if the degrees do not fit.
     """
     members = (names,) if isinstance(names, str) or not isinstance(names, Sequence) else (*names,)
     sizes = dict(mesh.shape)
@@ -184,14 +163,9 @@ def flat_axis(axes: Mapping[str, Axis], roles: Sequence[str]) -> Axis:
 
 
 def device_kind(mesh: Mesh | AbstractMesh) -> tuple[str, tuple[int, int] | None]:
-    """Platform of the devices of a mesh, and their least CUDA compute capability.
-
-    An abstract mesh counts as one of the devices that jax has here.
-
-    Returns:
-        One of `PLATFORMS`; and a pair such as (9, 0) for Hopper, or None if it is not known or the
-        devices are not NVIDIA GPUs.
-    """
+    """Platform of the devices of a mesh, one of `PLATFORMS`, and their least CUDA compute
+    capability, such as (9, 0) for Hopper; None if it is not known, or not CUDA. An abstract mesh
+    counts as one of the devices that jax has here."""
     devices = jax.devices() if isinstance(mesh, AbstractMesh) else mesh.devices.flat
     device = devices[0]
     if device.platform != "gpu":

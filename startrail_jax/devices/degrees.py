@@ -136,11 +136,7 @@ class Degrees:
 
 
 def check_degrees(degrees: Any) -> None:
-    """Raises unless degrees are `Degrees`.
-
-    Raises:
-        ValueError: if they are not, such as a number of devices.
-    """
+    """Raises unless degrees are `Degrees`, and not, say, a number of devices."""
     if isinstance(degrees, Degrees):
         return
     raise InputError(
@@ -166,8 +162,8 @@ def _check_divides(sequence: int, name: str, value: int) -> None:
 class Axis:
     """The devices of one role: all devices along some mesh axes, or one digit of their index.
 
-    Index p along mesh axes of `places` devices has the digit `p // stride % degree`. Several roles
-    can thus share one mesh axis, each as one digit.
+    Index p along mesh axes of `places` devices has the digit `p // stride % degree`, so that
+    several roles can share them.
     """
 
     names: tuple[str, ...]
@@ -207,7 +203,6 @@ class Cycle:
     """
 
     axis: Axis
-    """The axis."""
     degree: int
     """Number of devices in a cycle."""
     stride: int = 1

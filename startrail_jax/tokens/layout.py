@@ -30,16 +30,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Runs:
-    """The increasing positions of the tokens of one unit, as `len(starts)` runs of equal length.
-
-    The tokens of a run are neighbours.
-    """
+    """Increasing positions of a unit's tokens: `len(starts)` equally long runs of neighbours."""
 
     starts: tuple[Any, ...]
     """Position of the first token of each run: an integer, traced if it depends on the device, or a
     NumPy array for many units at once."""
     length: int
-    """Number of tokens in each run."""
     apart: int = 0
     """Distance from the start of one run to that of the next, in tokens; under zigzag, among the
     early runs, and the late ones mirror them."""
@@ -60,8 +56,7 @@ class Runs:
         return tuple(Span(start, start + self.length - 1) for start in self.starts)
 
     def vector(self) -> Any:
-        """The positions of all tokens of the unit, in increasing order: a jax.Array, int32
-        [tokens]."""
+        """Positions of all tokens of the unit, in increasing order: a jax.Array, int32 [tokens]."""
         import jax.numpy as jnp
 
         offsets = np.arange(self.length, dtype=np.int32)
@@ -277,11 +272,7 @@ def slice_pairs(ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def token_axis(x: Any, axis: int) -> int:
-    """The number of a token dimension, which may be counted from the end.
-
-    Raises:
-        ValueError: if the array has no such dimension.
-    """
+    """The number of a token dimension, which may count from the end; raises if there is none."""
     shape = np.shape(x)
     if -len(shape) <= axis < len(shape):
         return axis % len(shape)
@@ -292,13 +283,8 @@ def token_axis(x: Any, axis: int) -> int:
 
 
 def check_unsharded(x: Any) -> None:
-    """Raises if `x` is sharded: reordering it would send nearly all of it between devices.
-
-    A sharded array is in the order of the layout already, as a rule.
-
-    Raises:
-        ValueError: if it is.
-    """
+    """Raises if `x` is sharded: reordering it would send nearly all of it between devices, and as a
+    rule it is in the order of the layout already."""
     import jax
     from jax.core import Tracer
 

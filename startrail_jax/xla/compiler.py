@@ -1,5 +1,4 @@
-"""The options of XLA that let messages travel while attention kernels run, and of a program that
-keeps arrays in the host's memory."""
+"""Options of XLA: messages that travel while attention kernels run, and arrays in host memory."""
 
 from __future__ import annotations
 
@@ -45,17 +44,13 @@ def compiler_options(mesh: Mesh | None = None) -> dict[str, bool | int]:
 
 
 def offload_options(*, device_bytes: int, host_bytes: int) -> dict[str, int]:
-    """Further options of a program that offloads to the host's memory.
+    """Further options of a program that takes `device_bytes` of device memory beside its arguments
+    (an estimate is enough) and keeps `host_bytes` in the host's memory.
 
     XLA recomputes arrays, and overlaps fewer messages, if a program seems to take more than
     `xla_gpu_memory_limit_slop_factor` % of the memory that arguments leave. It counts arrays in the
     host's memory as if the device held them. For a program that fills the device, this option
     raises the limit by exactly these arrays; a smaller program gets a higher limit than it needs.
-
-    Args:
-        device_bytes: device memory that the program takes beside its arguments; an estimate is
-            enough.
-        host_bytes: bytes that the program keeps in the host's memory.
     """
     factor = math.ceil(_LIMIT * (1 + host_bytes / device_bytes))
     return {"xla_gpu_memory_limit_slop_factor": factor}

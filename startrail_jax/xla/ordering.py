@@ -1,9 +1,5 @@
-"""Tricks that fix an order of computation which XLA would otherwise choose for itself.
-
-Each of them returns values unchanged and adds a dependency between them: `compute_first` in the
-forward pass, `in_turn` in both, `recompute_in_backward` from the one to the other, and
-`zeros_after` for the start of a sum.
-"""
+"""Tricks that fix an order of computation which XLA would otherwise choose for itself. Each returns
+values unchanged and adds a dependency between them."""
 
 from __future__ import annotations
 
@@ -19,16 +15,12 @@ from startrail_jax.shapes import EMPTY
 
 @jax.custom_vjp
 def compute_first(first: jax.Array, then: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Makes everything that is computed from `then` wait for `first`, in the forward pass.
+    """Makes everything that is computed from `then` wait for `first`, in the forward pass alone.
 
     A layer calls it with its projected query as `first` and its normalised input as `then`, and
     projects keys and values from what comes back. The queries can then be gathered over the team
     beneath these projections (https://arxiv.org/abs/2407.00611). XLA would compute all three
-    projections first and then gather, with nothing left to run meanwhile. The backward pass is not
-    ordered.
-
-    Returns:
-        `first` and `then`, unchanged.
+    projections first and then gather, with nothing left to run meanwhile.
     """
     first, then = lax.optimization_barrier((first, then))
     return first, then
@@ -43,12 +35,9 @@ compute_first.defvjp(
 def in_turn(done: Any, then: Any) -> tuple[Any, Any]:
     """Makes what is computed from `then` wait for `done`, and in the backward pass the reverse.
 
-    In the backward pass, what is computed from the gradient of `done` waits for the gradient of
-    `then`. So of two equal computations, the one that gives `done` and the one that takes `then`,
-    one ends before the other begins, and they never need memory at the same time.
-
-    Returns:
-        `done` and `then`, unchanged.
+    There, what is computed from the gradient of `done` waits for the gradient of `then`. So of two
+    equal computations, one that gives `done` and one that takes `then`, one ends before the other
+    begins, and they never need memory at the same time.
     """
     return done, lax.optimization_barrier((done, then))[1]
 
@@ -69,14 +58,8 @@ def recompute_in_backward(
     A backward rule that gathers its residuals repeats what the forward rule did. XLA sees that the
     two are the same, gathers once, and keeps the gathered units of every layer alive from the
     forward to the backward pass. An `optimization_barrier` does not prevent this: XLA on CPU (jax
-    0.10.2) drops it before the last elimination of common subexpressions. So the values are made
-    to depend on `dout`, through a test that is always false.
-
-    Args:
-        values: pytree of residuals, of any shapes and dtypes.
-
-    Returns:
-        `values`, unchanged.
+    0.10.2) drops it before the last elimination of common subexpressions. So the values, any
+    pytree, are made to depend on `dout`, through a test that is always false.
     """
     never = (lse.ravel()[0] < 2 * EMPTY) & (dout.ravel()[0] > 0)
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), values)
@@ -85,15 +68,11 @@ def recompute_in_backward(
 def zeros_after(
     like: Float[Array, "b t n h"], dim: int, opaque_false: Bool[Array, ""]
 ) -> Float32[Array, "b t n v"]:
-    """Zeros to sum into, which no scheduler can set up before `like` is there.
+    """Zeros of the shape of `like` but for the last `dim`, to sum into, which no scheduler can set
+    up before `like` is there.
 
     Zeros that depend on nothing may be allocated long before they are needed, and hold memory.
-    Inside `shard_map`, zeros that are computed from `like` also vary over the mesh axes over which
-    the sums vary.
-
-    Args:
-        like: gives the shape, but for the last dimension.
-        dim: the last dimension.
+    Inside `shard_map`, these also vary over the mesh axes over which the sums vary.
     """
     zeros = jnp.where(opaque_false, like[..., :1].astype(jnp.float32), 0.0)
     return jnp.broadcast_to(zeros, (*like.shape[:-1], dim))

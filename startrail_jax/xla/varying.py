@@ -22,9 +22,7 @@ def is_replicated(x: Array, like: Array) -> bool:
 
 def alike(*arrays: Any) -> tuple[Any, ...]:
     """The arrays, each marked as varying over every manual mesh axis that one of them varies over.
-
-    The gradient of an array that was replicated over such an axis is summed over it. None stays.
-    """
+    The gradient of an array that was replicated there is summed over that axis. None stays None."""
     axes = frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
     return tuple(None if x is None else vary(x, *axes) for x in arrays)
 
