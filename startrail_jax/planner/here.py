@@ -179,7 +179,7 @@ def _ring(per_node: int, nodes: int) -> Pairs:
 
 
 def _ports(links: Any, per_node: int) -> tuple[LinkSpeed, int, bool]:
-    """What a port between the first two nodes does, how many a node has, and whether it is
+    """Speed of a port between the first two nodes, ports of a node, whether they are
     half-duplex."""
     there = [(i, i + per_node) for i in range(per_node)]
     back = [(j, i) for i, j in there]
@@ -213,10 +213,8 @@ class _Probe:
         return LinkSpeed(latency=max(latency - SMALL / rate, 0.0), rate=rate)
 
     def start(self, hop: float, size: int) -> float:
-        """Seconds that every collective takes on top of its steps.
-
-        A gather among n devices has n - 1 steps, and a hop has one.
-        """
+        """Seconds that every collective takes on top of its steps: n - 1 for a gather among n
+        devices, 1 for a hop."""
         mesh = Mesh(self.mesh.devices.reshape(-1, size), ("node", "device"))
         axis = Axis(("device",), size)
 

@@ -452,7 +452,7 @@ def _unit_elements(
 
 
 def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:
-    """One pass of an attention that needs so much for all heads, for a part of them at a time.
+    """One pass of an attention that needs `attention` for all heads, for a part of them at a time.
 
     Beside it there are the units of the next part, and copies of what is cut and joined: of query,
     key, value, output and their gradients, half at a time, since what is used up is freed.
@@ -473,11 +473,9 @@ def _forward_attention_bytes(sizes: StepSizes) -> Amount:
 
 
 def _attention_bytes(sizes: StepSizes) -> Amount:
-    """The backward pass of one attention: what `rings._backward` gathers, sends and sums.
-
-    In a ring, what travels exists twice, and so does every float32 gradient: the sum so far and
-    either the next sum or the one that arrives.
-    """
+    """The backward pass of one attention: what `rings._backward` gathers, sends and sums. In a
+    ring, what travels exists twice, and so does every float32 gradient: the sum so far and either
+    the next sum or the one that arrives."""
     degrees, itemsize = sizes.degrees, sizes.model.itemsize
     query, key = _unit_elements(sizes, degrees.team, degrees.group)
     gathered = 2 * itemsize * (query + key)
@@ -518,9 +516,7 @@ def _sparse_forward_bytes(sizes: StepSizes) -> Amount:
 
 def _sparse_attention_bytes(sizes: StepSizes) -> Amount:
     """The backward pass of such an attention: what `rings.sparse` holds, receives and sums.
-
-    Gradients are float32: of the query, of a device's own keys, and of the keys that it received.
-    """
+    Gradients are float32: of the query, of own keys, and of received keys."""
     query, key, received = _sparse_elements(sizes)
     held = 2 * query + 2 * key + 2 * received
     results = query + 2 * key

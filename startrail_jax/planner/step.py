@@ -190,11 +190,8 @@ class Step:
 
     @functools.cached_property
     def _states(self) -> np.ndarray:
-        """Seconds of the messages of all layers of linear attention in one pass.
-
-        They are those of `startrail_jax.linear.cost` for rows in zigzag order: up the line of
-        devices, and down again.
-        """
+        """Seconds of the messages of all layers of linear attention in one pass: those of
+        `startrail_jax.linear.cost` for zigzag order, up the line of devices and down again."""
         model, linear, found = self.call.model, self.call.model.linear, np.zeros(len(self.settings))
         if linear is None:
             return found
@@ -281,8 +278,8 @@ class Step:
         In the forward pass of a layer, sums and norms read and write four arrays of the width for
         attention and four for the MLP; rotary positions move query and key, and the gate its hidden
         channels; linear attention has a convolution and more norms. The backward pass moves twice
-        as much, and as much again to recompute what the forward pass has not saved, or to read what
-        it has. The loss writes float32 outputs, reads them twice and writes their gradient.
+        as much, and as much again to recompute what is not saved, or to read what is. The loss
+        writes float32 outputs, reads them twice and writes their gradient.
         """
         model, tensor = self.call.model, self.settings.tensor
         elements = self._of_layers(8 * model.width + kind.moved / tensor for kind in self.kinds)

@@ -183,11 +183,8 @@ class Timing:
         return several.get(step, 1)
 
     def _last(self, step: str, found: dict[int, Transfer]) -> np.ndarray | float:
-        """Of neighbours in a node, how many send to another node, on average over hops.
-
-        Where a window skips rounds, a hop goes over several places, and more devices than the last
-        one of a node send to another.
-        """
+        """Of neighbours in a node, how many send to another node, on average over hops: the last
+        one, and more where a window skips rounds, so that a hop goes over several places."""
         last = np.ones(len(self.settings))
         for number, x in found.items():
             far = _far(x.hops, self._forms[number].degrees.ring // x.inner)
