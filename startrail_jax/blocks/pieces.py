@@ -51,8 +51,7 @@ class Pieces:
 def pieces_by_offset(
     query: tuple[int, int, int], key: tuple[int, int, int], offsets: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[Pieces, ...]]:
-    """The offsets, in order, from which on other `Pieces` hold under a causal mask, and these
-    pieces.
+    """The offsets at which `Pieces` change under a causal mask, increasing, and those from each on.
 
     `query` and `key` are the runs of the units, as `Runs.shape` gives them; half of the key runs
     are late ones if the query unit has an early and a late run. `offsets` are the possible
