@@ -179,10 +179,7 @@ class Attention(Decoding):
         dropout_rate: float = 0.0,
         broadcast_dropout: bool = False,
         deterministic: bool = False,
-        precision: Any = None,
         force_fp32_for_softmax: bool = False,
-        qk_attn_weights_einsum: Any = None,
-        attn_weights_value_einsum: Any = None,
         scale: ArrayLike | None = None,
         softcap: float | None = None,
         padding_id: int | None = None,
@@ -231,16 +228,15 @@ class Attention(Decoding):
                 in the order of `layout`; or any mask on the host that is all True. Traced numbers
                 count as in Flax: keys with 0 are hidden. Write other masks as
                 `mask=` of the attention.
-            precision: any value; float32 inputs are always computed in full precision.
             force_fp32_for_softmax: any value; the softmax is always in float32.
-            qk_attn_weights_einsum, attn_weights_value_einsum: None, as Linen passes them.
             scale, implementation, local_window_size: as in `jax.nn.dot_product_attention`. For this
                 call, they set `scale`, `backend` and, for a causal attention, `window` of the
                 instance, which must be unset or equal.
             softcap, padding_id: the same options of the instance, for this call; those of the
                 instance must be unset or equal.
             **unserved: other arguments of Flax or `jax.nn.dot_product_attention`, None or False.
-                Other values raise an error that names the equivalent here.
+                Other values raise an error that names the equivalent here; but `precision` may be
+                any, as float32 inputs are always computed in full precision.
 
         Returns:
             out [batch, seq, heads, value_head_dim] with the dtype and the sharding of query; 0 in
@@ -268,9 +264,6 @@ class Attention(Decoding):
             mask=mask,
             pads_keys=bias is None,
             is_causal=is_causal,
-            precision=precision,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
             **unserved,
         )
         attention = dataclasses.replace(self, **options) if options else self
