@@ -23,7 +23,6 @@ DEGREES = ("data", "group", "ring", "team", "head", "tensor")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m startrail_jax.plan",
         description=__doc__,
@@ -123,14 +122,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the plan, or a message about a mistake in the command line.
-
-    Args:
-        arguments: the command line; None for that of the process.
-
-    Returns:
-        The exit status: 0; 1 if nothing fits the memory; 2 on a mistake.
-    """
+    """Prints the plan, or a message about a mistake in the command line. The exit status is 1 if
+    nothing fits the memory, 2 on a mistake."""
     args = parser().parse_args(arguments)
     try:
         found = _plan(args)

@@ -27,17 +27,8 @@ _BYTES = 256
 
 
 def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fraction: float) -> str:
-    """The command line of `train.py` for a choice.
-
-    Words in capitals stand for what a plan does not know; no such files exist, so that a command
-    that still has them ends at once.
-
-    Args:
-        choice: the setting.
-        call: the model, its tokens and its batch.
-        cluster: how many nodes there are, and how much memory a GPU has.
-        memory_fraction: share of a GPU's memory that jax may take.
-    """
+    """The command line of `train.py` for a choice. Words in capitals stand for what a plan does not
+    know; no such files exist, so that a command that still has them ends at once."""
     model, words = call.model, []
     if choice.memory_bytes > _DEFAULT_FRACTION * cluster.gpu.memory_bytes:
         words.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory_fraction}")
@@ -86,12 +77,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def remarks(call: Call, cluster: Cluster) -> list[str]:
-    """What a user who pastes the command must know: lines of text.
-
-    Args:
-        call: the model.
-        cluster: how many nodes there are.
-    """
+    """What a user who pastes the command must know: lines of text."""
     lines = ["Replace the words that begin with YOUR_."]
     if _base_of(call.model) == [_OWN]:
         lines[0] += f" {_OWN} is a recipe or a config.json with the sizes of this model."

@@ -56,8 +56,7 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
-"""Types of model whose layers have windows but the last of every so many, and how many these are
-where the file does not say it."""
+"""Type of model -> period of its layers, where the file gives none; the last one has no window."""
 _LINEAR = {
     **{"heads": ("linear_num_value_heads", 32), "key_heads": ("linear_num_key_heads", 16)},
     **{"key_dim": ("linear_key_head_dim", 128), "value_dim": ("linear_value_head_dim", 128)},
@@ -75,15 +74,7 @@ _NORMALISED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmo_hybrid", "olmoe")
 
 
 def find_model(name: str) -> ModelSizes:
-    """The model of a name, or that of a config.json.
-
-    Args:
-        name: one of `MODELS`, or the path of a config.json of Hugging Face.
-
-    Raises:
-        ValueError: if there is no such model, or the file describes none.
-        NotImplementedError: if the file describes a mixture of experts.
-    """
+    """The model of a name in `MODELS`, or of a config.json of Hugging Face, or of its folder."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name)

@@ -43,7 +43,6 @@ class DocumentForecast:
     rows_tokens_per_second: float
     """The same in rows, in the fastest setting for these."""
     held: PartSummary
-    """What the parts hold."""
 
     @property
     def comparison(self) -> str:
@@ -62,15 +61,8 @@ class DocumentForecast:
 
 
 def read_lengths(given: str) -> np.ndarray:
-    """Tokens of documents: int64 [documents].
-
-    Args:
-        given: "lognormal:MEDIAN,MEAN" for documents that are drawn from this distribution, or the
-            path of a text file with a whole number on each line.
-
-    Raises:
-        ValueError: if there is no such file, or it holds something else.
-    """
+    """Tokens of documents, int64 [documents]: drawn from a distribution, "lognormal:MEDIAN,MEAN",
+    or read from a text file with a whole number on each line."""
     if given.startswith("lognormal:"):
         sizes = [parse_count(x, "--lengths") for x in given.partition(":")[2].split(",")]
         median, mean = sizes if len(sizes) == 2 else (1, 0)
@@ -110,18 +102,11 @@ def cut(lengths: np.ndarray, longest: int) -> np.ndarray:
 
 
 def visible_shares(lengths: np.ndarray, seq_len: int, batch: int) -> dict[int, float]:
-    """Of the pairs of causal rows, the share that documents leave to the busiest replica.
+    """Data-parallel degree -> of the pairs of causal rows, the share that documents of these
+    lengths leave to the busiest replica, as a mean over steps. That of degree 1 is of all rows.
 
     Documents follow each other in random order, and the end of a row cuts them. Those that fill no
     step come several times.
-
-    Args:
-        lengths: tokens of documents.
-        seq_len: tokens of a row.
-        batch: rows of a step.
-
-    Returns:
-        Data-parallel degree -> the share, the mean over steps. That of degree 1 is of all rows.
     """
     lengths = np.tile(lengths, -(-seq_len * batch // int(lengths.sum())))
     ends = np.cumsum(np.random.default_rng(0).permutation(lengths))
@@ -138,16 +123,9 @@ def visible_shares(lengths: np.ndarray, seq_len: int, batch: int) -> dict[int, f
 
 
 def forecast(found: Candidates, lengths: np.ndarray) -> DocumentForecast | None:
-    """The mesh on which whole documents are predicted to be the fastest.
-
-    Args:
-        found: the candidates of rows.
-        lengths: tokens of documents, none of which is longer than a row.
-
-    Returns:
-        The forecast; None if no setting of rows fits the memory and has key heads for all shards of
-        `tensor`, as documents need.
-    """
+    """The mesh on which whole documents, none of them longer than a row, are predicted to be the
+    fastest; None if no setting of rows fits the memory and has key heads for all shards of
+    `tensor`, as documents need."""
     kv_heads = found.call.model.kv_heads
     ours = ~found.mask(lambda s: s.published | (kv_heads % s.tensor > 0))
     counts = sorted({int(n) for step, _ in found.kinds for n in step.settings.sequence})
@@ -163,17 +141,8 @@ def forecast(found: Candidates, lengths: np.ndarray) -> DocumentForecast | None:
 def forecasts(
     found: Candidates, lengths: np.ndarray, meshes: Sequence[Prediction], window: int = 4096
 ) -> list[DocumentForecast]:
-    """What is predicted for whole documents on meshes whose rows are not much slower than others.
-
-    Args:
-        found: the candidates of rows.
-        lengths: tokens of documents, none of which is longer than a row.
-        meshes: at least one of these candidates.
-        window: as for `PartStream`.
-
-    Returns:
-        The forecasts, the fastest first.
-    """
+    """What is predicted for whole documents, none of them longer than a row, the fastest first: on
+    those meshes whose rows are not much slower than others. `window` is that of `PartStream`."""
     fastest = min(mesh.seconds for mesh in meshes)
     rows = found.call.seq_len * found.call.batch / fastest
     tried = [

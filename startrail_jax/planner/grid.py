@@ -21,9 +21,7 @@ class Call:
     """What is trained: a model, and how much at a time."""
 
     model: ModelSizes
-    """The model."""
     seq_len: int
-    """Tokens in a sequence."""
     batch: int
     """Sequences of a batch, over all devices."""
     visible: Mapping[int, float] = field(default_factory=dict)
@@ -41,7 +39,6 @@ class Call:
 
     @property
     def causal(self) -> bool:
-        """Whether the attention is causal."""
         return self.model.causal
 
     @property
@@ -61,7 +58,6 @@ class Settings:
     """Degrees, and the order of the axes over the nodes: int64 arrays [setting]."""
 
     data: np.ndarray
-    """The degrees, as those of `startrail_jax.Degrees`."""
     group: np.ndarray
     ring: np.ndarray
     team: np.ndarray
@@ -112,17 +108,9 @@ def all_settings(
     given: Mapping[str, int] | None = None,
     published: bool = True,
 ) -> Settings:
-    """The settings of the degrees and of the order of the axes that a cluster and a model allow.
-
+    """The degrees and the orders of the axes that a cluster and a model allow, by `given` degrees.
     Two orders that differ in axes of degree 1 alone are one. Orders in which a node ends in the
-    middle of an axis without dividing it evenly are left out.
-
-    Args:
-        cluster: nodes and GPUs.
-        call: heads, tokens and batch.
-        given: degrees that do not vary.
-        published: whether the settings of StarTrail's paper come too.
-    """
+    middle of an axis without dividing it evenly are left out."""
     degrees = _legal_degrees(cluster.num_gpus, call, dict(given or {}))
     parts = [_ordered(degrees, index, cluster) for index in range(len(ORDERS))]
     single = _joined(parts)

@@ -1,8 +1,7 @@
 """The cluster at hand, measured: links inside of the nodes and between them, and kernels.
 
-Several processes must be joined already
-(`jax.distributed`), and all of them must call `measure_cluster`. Each of them gets the same
-figures, so that all of them plan alike.
+Several processes must be joined already (`jax.distributed`), and all of them must call
+`measure_cluster`. Each of them gets the same figures, so that all of them plan alike.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ LARGE = ((1 << 19, 0.1), (1 << 22, 2e-3), (1 << 26, 0.0))
 """Bytes of the messages by which the rate is measured: the next one if a message takes fewer
 seconds than stand beside it."""
 _CHAIN, _LARGE_CHAIN = 16, 2
-"""Messages, small or large, that a program sends one after another: the time to start the program
-does not count."""
+"""Messages, small or large, that a program sends in a row: the time of its start does not count."""
 _REPEATS = 5
 _SAME_PORT = 1.5
 """Two messages that take this many times as long as one share what carries them."""
@@ -51,8 +49,7 @@ _KNOWN = {
     r"\bH200\b(?!.*(NVL|MIG))": "h200",
     r"\bB200\b(?!.*MIG)": "b200",
 }
-"""What jax calls a device -> the GPU, whose peak and memory are known. Others with a like
-name, and parts of a GPU, are measured."""
+"""What jax calls a device -> the GPU. Others with a like name, and parts of a GPU, are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,25 +70,13 @@ def measure_cluster(
     itemsize: int = 2,
     causal: bool = True,
 ) -> Cluster:
-    """Measures the devices at hand; takes seconds, mostly to compile.
+    """Measures the devices at hand, those of all processes; takes seconds, mostly to compile.
 
     Latency and rate inside of a node are those of a message that each of its devices sends to the
     next one at the same time. Between nodes, one pair of devices and then all pairs of two nodes
     send messages: if all pairs are as fast as one, each device has a port. If a message each way
-    takes longer than one alone, the ports are half-duplex.
-
-    Args:
-        devices: devices of all processes; None for all of jax.
-        devices_per_node: devices of a node; None for what the devices say.
-        head_dim: channels of a head, for the attention kernel.
-        itemsize: bytes of an activation: 2 for bfloat16, 4 for float32.
-        causal: whether the attention is causal.
-
-    Returns:
-        The cluster, with measured figures in place of those of data sheets.
-
-    Raises:
-        ValueError: if nodes differ in their number of devices.
+    takes longer than one alone, the ports are half-duplex. The attention kernel is timed with
+    `head_dim`, `causal` and activations of `itemsize` bytes: 2 for bfloat16, 4 for float32.
     """
     everything = list(jax.devices() if devices is None else devices)
     numbers = nodes_of(everything, devices_per_node)
@@ -138,18 +123,10 @@ def measure_cluster(
 def data_sheet_cluster(
     devices: Sequence[Any], *, devices_per_node: int | None = None
 ) -> Cluster | None:
-    """The cluster at hand by the data sheet of its GPUs; nothing is measured.
+    """The cluster at hand by the data sheet of its GPUs, one node; nothing is measured.
 
-    Args:
-        devices: devices of all processes.
-        devices_per_node: as in `measure_cluster`.
-
-    Returns:
-        One node; None if there are several, if the devices are not all GPUs of one kind that the
-        planner knows, or if these are cards for PCI Express, which NVLink does not join.
-
-    Raises:
-        ValueError: if `devices_per_node` does not divide the number of devices.
+    None if there are several nodes, if the devices are not all GPUs of one kind that the planner
+    knows, or if these are cards for PCI Express, which NVLink does not join.
     """
     kind, gpu = devices[0].device_kind, _known_gpu(devices[0])
     if gpu is None or "PCIE" in kind.upper() or {x.device_kind for x in devices} != {kind}:

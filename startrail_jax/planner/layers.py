@@ -18,16 +18,11 @@ def shortest(entries: Sequence[Any]) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=64)
 def loops_of(kinds: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
-    """The loops that all layers make up: the fewest layers to compile, in the fewest loops.
+    """The loops that all layers make up, in order: (layers of a turn, number of turns) of each.
 
-    A pattern that repeats is one loop. What is left of a last period that is not whole becomes
-    further loops, and so do layers without a period, such as local ones after global ones.
-
-    Args:
-        kinds: the kind of each layer, such as its window.
-
-    Returns:
-        Of each loop, in the order of the layers: the layers of a turn, and the number of turns.
+    They have the fewest layers to compile, in the fewest loops. A pattern that repeats is one loop.
+    What is left of a last period that is not whole becomes further loops, and so do layers without
+    a period, such as local ones after global ones.
     """
     if len(set(kinds)) == 1:
         return ((1, len(kinds)),)

@@ -32,7 +32,6 @@ class Cost:
     """What messages, and the kernels beside them, cost: arrays [setting]."""
 
     seconds: np.ndarray
-    """Seconds from the start to the end."""
     across: np.ndarray
     """Bytes that the busiest node sends to other nodes."""
     inside: np.ndarray
@@ -61,7 +60,6 @@ class Move:
     collective: str
     """One of `startrail_jax.traffic.COLLECTIVES`."""
     roles: tuple[str, ...]
-    """The axes over which it goes."""
     received: np.ndarray
     """Bytes that a device receives each time."""
     count: np.ndarray
@@ -102,12 +100,8 @@ class Links:
         return sum(map(self.cost, moves), Cost(seconds=zero, across=zero, inside=zero))
 
     def over_replicas(self, kind: str, size: np.ndarray | int) -> Cost:
-        """A collective among all devices that have different tokens, as ZeRO's.
-
-        Args:
-            kind: the collective.
-            size: bytes of the whole buffer.
-        """
+        """A collective with a buffer of `size` bytes over all devices that have different tokens:
+        those of ZeRO."""
         devices = self.settings.replicas
         inside = np.maximum(self.cluster.gpus_per_node // self.settings.tensor, 1)
         twice = 2 if kind == "all_reduce" else 1
@@ -122,15 +116,9 @@ class Links:
         received: np.ndarray,
         arrays: np.ndarray | int = 1,
     ) -> Cost:
-        """The cost of one collective.
-
-        Args:
-            kind: one of `startrail_jax.traffic.COLLECTIVES`, but for permutes.
-            size: devices of a group.
-            inside: how many neighbours of them share a node.
-            received: bytes that a device receives.
-            arrays: collectives that these bytes are divided into, one after another.
-        """
+        """The cost of one collective, other than a permute, in groups of `size` devices, of which
+        `inside` neighbours share a node. Each device receives `received` bytes in all, in `arrays`
+        collectives one after another."""
         cluster, per_node = self.cluster, self.cluster.gpus_per_node
         nodes = size // inside
         others = np.maximum(size - 1, 1)
@@ -157,13 +145,8 @@ class Links:
         return self._cost(received > 0, latency * arrays, across, staying, total - across)
 
     def hop(self, move: Move) -> Cost:
-        """One message to the next device of the ring, or of an inner or an outer cycle of it.
-
-        If the ring skips rounds, it is the mean of its hops.
-
-        Args:
-            move: hops of a ring, or of its inner or outer cycle.
-        """
+        """One message to the next device of the ring, or of an inner or an outer cycle of it; the
+        mean of the hops if the ring skips rounds."""
         size, last = move.received, move.last
         cluster, per_node = self.cluster, self.cluster.gpus_per_node
         stride, inside = self.placement.strides["ring"], self.inside["ring"]
@@ -189,17 +172,11 @@ class Links:
     def of_pairs(
         self, rows: np.ndarray, receivers: np.ndarray, sizes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of messages that the busiest node sends to others, and those that stay inside.
+        """Bytes [setting] that the busiest node sends to others, and those that stay inside: two
+        arrays. Of more than eight nodes, four are looked at.
 
-        Of more than eight nodes, four are looked at.
-
-        Args:
-            rows: the settings, which have one number of sequence ranks.
-            receivers: the receiver of each message and sender: [message, rank].
-            sizes: bytes of each message.
-
-        Returns:
-            Two arrays [setting].
+        All `rows` have the same number of sequence ranks; `receivers` is [message, sending rank],
+        and `sizes` is the bytes of each message.
         """
         per_node, nodes = self.cluster.gpus_per_node, self.cluster.nodes
         strides = np.stack([self.placement.strides[role][rows] for role in SEQUENCE_ROLES])
@@ -242,14 +219,9 @@ class Links:
         count: np.ndarray | int,
         staying: np.ndarray,
     ) -> Cost:
-        """Messages of one device to another, one after another.
-
-        Args:
-            across: bytes that the busiest node sends to others.
-            inside: bytes that its devices send each other.
-            count: number of messages of a device.
-            staying: bytes that a device sends inside of its node.
-        """
+        """Messages of one device to another, one after another, `count` for each device. The
+        busiest node sends `across` bytes to others, and its devices send each other `inside` bytes;
+        one device sends `staying` bytes inside of its node."""
         cluster = self.cluster
         latency = np.where(across > 0, cluster.latency, cluster.inside_latency)
         latency = (latency + cluster.start_latency) * count

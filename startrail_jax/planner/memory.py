@@ -45,17 +45,13 @@ FORWARD, LOSS, LAYER = "a layer's forward pass", "the loss", "a layer's backward
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """The sizes of a step on which its memory depends.
-
-    Bytes, tokens and elements are those of one device.
-    """
+    """What the memory of a step depends on. Bytes, tokens and elements are those of one device."""
 
     model: ModelSizes
     """The model, whose `outputs` and heads are those of all devices together."""
     degrees: Any
     """`startrail_jax.Degrees`, or anything else with the six degrees."""
     zero: int
-    """ZeRO level."""
     remat: str
     """What layers save: see `remat.rematerialised`."""
     keep_gathered: bool
@@ -63,12 +59,10 @@ class StepSizes:
     head_chunks: int = 1
     """Number of parts in which a device attends its heads."""
     offload: bool
-    """Whether they save to the host's memory."""
     accumulation: int
     """Parts of a batch that are computed one after another."""
     tile: Amount
-    """Tokens that the loss treats at a time if it has as many, and the MLP where it is computed
-    again."""
+    """Tokens that the loss treats at a time if it has as many, and the MLP if it is recomputed."""
 
     tokens: Amount
     """Tokens of one part of a batch."""
@@ -113,8 +107,7 @@ class StepSizes:
     """Bytes of the weights of all layers, as the state holds them, frozen ones included; several
     loops need it."""
     vocabularies: Mapping[str, tuple[Amount, str]]
-    """For each large weight outside of the layers, its elements and the phase in which its gradient
-    arises."""
+    """For each large weight outside of the layers, its elements and the phase of its gradient."""
 
     @property
     def mlp_tile(self) -> Amount:
@@ -200,7 +193,6 @@ class Footprint:
 
 
 def footprint_of(sizes: StepSizes) -> Footprint:
-    """The memory of a training step of these sizes."""
     return Footprint(parts=tuple(replace(part, size=_plain(part.size)) for part in _parts(sizes)))
 
 
@@ -452,11 +444,10 @@ def _unit_elements(
 
 
 def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:
-    """One pass of an attention that needs `attention` for all heads, for a part of them at a time.
-
-    Beside it there are the units of the next part, and copies of what is cut and joined: of query,
-    key, value, output and their gradients, half at a time, since what is used up is freed.
-    """
+    """One pass of an attention that needs `attention` bytes for all heads, for a part of them at
+    a time. Beside it there are the units of the next part, and copies of what is cut and joined:
+    of query, key, value, output and their gradients, half at a time, since what is used up is
+    freed."""
     if sizes.head_chunks == 1:
         return attention
     following = _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)

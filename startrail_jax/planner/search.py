@@ -20,25 +20,21 @@ from startrail_jax.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal
 from startrail_jax.planner.timing import Timing
 
 REMAT = ("products_saved", "projections_saved", "attention_saved", "full")
-"""What the backward pass of a layer may recompute, that of most memory first. With "none", it reads
-from memory what it would compute again, which is no faster (benchmarks/RESULTS.md, "A roofline of a
-compiled step")."""
+"""What the backward pass of a layer may recompute, most memory first. "none" reads from memory what
+it would compute again, which is no faster (benchmarks/RESULTS.md, "A roofline of a compiled
+step")."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is searched: all of it by default."""
+    """By default, all degrees and all values of `Savings` but for remat "none" are searched."""
 
     degrees: Mapping[str, int] = field(default_factory=dict)
     """Degrees that are given."""
     zero: Sequence[int] = (0, 1, 2, 3)
-    """ZeRO levels."""
     remat: Sequence[str] = REMAT
-    """Kinds of remat."""
     offload: Sequence[bool] = (False, True)
-    """Whether what layers save goes to the memory of the host."""
     tiled: Sequence[bool] = (False, True)
-    """Whether the loss treats at most 2048 tokens at a time, and the MLP where it is recomputed."""
     gradient_dtype: GradientDtype = "float32"
     """Type in which parts of the gradients of attention travel."""
     memory_fraction: float = 0.92
@@ -53,11 +49,7 @@ _DEFAULTS = vars(Search())
 
 
 def check_options(options: Search) -> None:
-    """Raises if an option has a value that does not exist.
-
-    Raises:
-        ValueError: if one does not.
-    """
+    """Raises if an option has a value that does not exist."""
     for name in ("zero", "remat", "offload", "tiled"):
         several = getattr(options, name)
         if isinstance(several, str) or not isinstance(several, Sequence) or not several:
@@ -91,28 +83,22 @@ def check_options(options: Search) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One setting, and what is predicted for it."""
+    """A setting, as in `Settings`, and what is predicted for its training step."""
 
     scheme: str
-    """Name of the scheme."""
     degrees: Degrees
-    """Its degrees."""
     order: tuple[str, ...]
     """Order of the mesh axes over the nodes, slowest first."""
     inner: int
-    """Devices in an inner cycle of a double ring; 1 for a single ring."""
     published: bool
     """Whether it is StarTrail as in its paper, which `train.py` does not run."""
     savings: Savings
-    """What trades time for memory."""
     tile: int | None
     """Tokens that the MLP and the loss treat at a time; None for all."""
     gradient_dtype: str
-    """Type in which parts of the gradients of attention travel."""
     seconds: float
-    """Seconds of a training step."""
     parts: dict[str, float]
-    """The same by what they are spent on."""
+    """Seconds by what they are spent on."""
     mfu: float
     """Share of the peak FLOP/s of all GPUs that the model's own FLOPs are."""
     memory_bytes: int
@@ -120,7 +106,6 @@ class Prediction:
     host_bytes: int
     """Memory of the host that a GPU takes."""
     fits: bool
-    """Whether the device memory suffices."""
     across_bytes: float
     """Bytes that the attentions of a step send through the ports of the busiest node."""
     inside_bytes: float
@@ -179,10 +164,8 @@ BASELINES: Mapping[str, Callable[[Settings], np.ndarray]] = {
 
 
 class Candidates:
-    """All settings with all savings, timed: one element for each pair of both.
-
-    Of the orders of the axes, the fastest one is kept for each setting of the degrees.
-    """
+    """All settings with all savings, timed: one element for each pair, in the order of the axes
+    that is the fastest for its degrees."""
 
     def __init__(
         self,
@@ -209,8 +192,7 @@ class Candidates:
         )
         self._degrees = number_of(*(vars(settings)[x] for x in (*ROLES, "published")))
         self.kinds: list[tuple[Step, Savings]] = []
-        """Savings, each with the settings in the order that is the best under its remat and
-        offload."""
+        """Each with the settings in the order that is the fastest for its remat and offload."""
         found: list[tuple[np.ndarray, ...]] = []
         exchanges = self._timing.exchanges_again_seconds
         # What a backward pass repeats of attention -> its seconds: nothing, the forward pass, or
@@ -275,16 +257,13 @@ class Candidates:
         return list(chosen.values())
 
     def ordered(self, mask: np.ndarray) -> np.ndarray:
-        """The candidates of a mask that fit the memory, the fastest first.
-
-        Of equally fast ones, those that need not offload, and then those of least memory.
-        """
+        """The candidates of a mask that fit the memory: the fastest first, then those that need not
+        offload, then those of least memory."""
         fitting = np.flatnonzero(mask & self.fits)
         offloads = np.array([savings.offload for _, savings in self.kinds])[self.kind[fitting]]
         return fitting[np.lexsort((self.memory[fitting], offloads, self.seconds[fitting]))]
 
     def savings(self, index: Any) -> Savings:
-        """The savings of a candidate."""
         return self.kinds[self.kind[index]][1]
 
     def degrees(self, index: Any) -> tuple[Degrees, bool]:
@@ -294,7 +273,6 @@ class Candidates:
         return degrees, bool(settings.published[row])
 
     def prediction(self, index: Any) -> Prediction:
-        """One candidate with all that is predicted for it."""
         step, savings = self.kinds[self.kind[index]]
         step = step.take(self.row[index])
         settings, footprint = step.settings, step.footprint(savings)

@@ -47,7 +47,6 @@ class Savings:
     """The settings that trade time for memory."""
 
     zero: int
-    """ZeRO level."""
     remat: str
     """What the backward pass of a layer recomputes: see `trainer.parallel.remat`."""
     offload: bool
@@ -94,7 +93,6 @@ class Step:
         """Tokens of a device."""
         model = self.call.model
         self.kinds = model.kinds
-        """The kinds of layers."""
         self.layer_elements = [self._on_device(kind) for kind in self.kinds]
         """Weights of a layer of each kind on a device, when ZeRO has gathered them."""
         self.stacked_elements = self._of_layers(self.layer_elements)
@@ -358,7 +356,6 @@ class Step:
         )
 
     def footprint(self, savings: Savings) -> Footprint:
-        """The memory of the step."""
         return footprint_of(self.sizes(savings))
 
 

@@ -73,14 +73,7 @@ class Timing:
         *,
         options: Options = Options(),  # noqa: B008
     ) -> None:
-        """What is sent in each setting.
-
-        Args:
-            settings: the settings.
-            cluster: the links and the GPUs.
-            call: the model, its tokens and its batch.
-            options: the options of attention, of which `gradient_dtype` and `exchange` count.
-        """
+        """Of the options of attention, `gradient_dtype` and `exchange` count."""
         self.settings, self.cluster, self.call = settings, cluster, call
         self._options = options
         self.links = Links(settings, cluster)
@@ -263,12 +256,9 @@ class Timing:
 
     @functools.cached_property
     def exchanges_again_seconds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the exchanges over `head` of all layers, which remat repeats though it saves
-        attention: without offload, and with it.
-
-        Attention saves no query, key or value from before their exchange. What the exchange of its
-        output gives is not saved either where layers save to the memory of the host.
-        """
+        """Seconds of the exchanges over `head` of all layers that remat repeats though it saves
+        attention, without offload and with it. Attention saves no query, key or value from before
+        their exchange; with offload, what the exchange of its output gives is not saved either."""
         layers = sum(n * ~self.sends_sparse(window) for window, n in self.call.windows.items())
 
         def seconds(step: str) -> np.ndarray:
@@ -307,11 +297,8 @@ class Timing:
         return Cost(**{x: np.where(sparse.taken, ours, rest) for (x, rest), ours in both})
 
     def in_rings(self, window: int | None, *, backward: bool) -> Cost:
-        """A pass of a layer whose keys go round the rings.
-
-        Gradients make as many hops as operands, one round later; the last one takes them home when
-        there are no kernels left.
-        """
+        """A pass of a layer whose keys go round the rings. Gradients make as many hops as operands,
+        one round later; the last one takes them home when there are no kernels left."""
         s, links, way = self.settings, self.links, self._ways[window]
         outer, of_round = way.outer, self._round(window, backward=backward)
         compute = outer * s.inner * of_round
@@ -410,13 +397,7 @@ def _far(hops: tuple[tuple[int, int] | None, ...], places: int) -> np.ndarray | 
 
 
 def steps_of(call: Call, degrees: Degrees, options: Options) -> Steps:
-    """What each step of the attention of a layer sends, but for the rounds of its ring.
-
-    Args:
-        call: the model, its tokens and its batch.
-        degrees: the degrees of the mesh.
-        options: the options of attention.
-    """
+    """What each step of the attention of a layer sends, but for the rounds of its ring."""
     model, length = call.model, int(call.padded(degrees.sequence))
     sizes = Sizes(
         batch=call.batch,
