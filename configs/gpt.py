@@ -215,9 +215,7 @@ def gpt_oss_20b_128k() -> GPTTrainConfig:
 
 def _long_context(name: str, like: GPTConfig | None = None, **sizes: Any) -> GPTTrainConfig:
     """Common part of the large recipes: one sequence of 512K tokens, and settings that save memory.
-
-    Documents are not masked: cuDNN's kernels know no documents on GPUs older than Hopper.
-    """
+    Documents are not masked: cuDNN's kernels know no documents on GPUs older than Hopper."""
     usual: dict[str, Any] = dict(
         head_dim=128, rope=RopeConfig(bases=(500_000.0,)), dtype="bfloat16"
     )

@@ -51,9 +51,7 @@ def wan_14b() -> WanTrainConfig:
 
 def _wan(*, lines: int, shift: float, name: str, **sizes: Any) -> WanTrainConfig:
     """Full training with the numbers of DiffSynth-Studio: 1e-5, no weight decay but AdamW's 0.01.
-
-    The shift is that with which Wan draws videos of so many lines (diffusers, `WanPipeline`).
-    """
+    The shift is that with which Wan draws videos of so many lines (diffusers, `WanPipeline`)."""
     return WanTrainConfig(
         model=WanConfig(**sizes, dtype="bfloat16"),
         diffusion=FlowConfig(shift=shift),

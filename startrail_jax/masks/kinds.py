@@ -157,19 +157,15 @@ class _RowPrefix(Mask):
     """int32 [b, 1, 1]."""
 
     def visible(self, query: Any, key: Any) -> Any:
-        """See `Mask.visible`."""
         return (key < self.lengths) | (key <= query)
 
     def some(self, query: Span, key: Span) -> Any:
-        """See `Mask.some`."""
         return (key.first < self.lengths.max()) | (key.first <= query.last)
 
     def every(self, query: Span, key: Span) -> Any:
-        """See `Mask.every`."""
         return (key.last < self.lengths.min()) | (key.last <= query.first)
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """See `Mask.triangle`."""
         return key.first >= self.lengths.max()
 
 
