@@ -2,8 +2,8 @@
 
     python .ci/release.py FOLDER [TAG]
 
-FOLDER holds one wheel and one sdist, built from the commit that is checked out; TAG is that of the
-release, if there is one yet.
+FOLDER holds one wheel and one sdist of the commit that is checked out; TAG is the release's, if
+there is one.
 """
 
 import re

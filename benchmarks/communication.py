@@ -3,10 +3,9 @@
     python benchmarks/communication.py --devices 64 --heads 64
 
 prints one line for each setting of the schemes that the device and head counts allow, and the
-reason why others are not possible. The last lines name the settings of fewest bytes among all that
-are possible, in the table or not. The figures are closed forms (`startrail_jax.communication`),
-which the tests compare with compiled programs, byte for byte. The benchmark therefore takes a
-second and needs no accelerator.
+reason why others are not possible. The last lines name the settings of fewest bytes of all, in the
+table or not. The figures are closed forms (`startrail_jax.communication`), which the tests compare
+with compiled programs, byte for byte. No accelerator is needed.
 
 Expected for 64 devices, as many key heads as query heads, and a causal forward pass: 126 units for
 Ring Attention, 44 for StarTrail as published (C = 4 or 8), 36 (C = 4) and 28 (C = 8) for StarTrail
@@ -50,7 +49,6 @@ def schemes(num_devices: int) -> Iterator[tuple[str, st.Degrees]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
     args = parse_args(argv)
     call: dict[str, Any] = {
         "batch": 1,
@@ -92,7 +90,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line of the benchmark; see --help."""
     parser = argparse.ArgumentParser(
         description="Bytes that one device receives in one attention call, by scheme.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

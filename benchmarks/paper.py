@@ -28,16 +28,13 @@ GIB = 2**30
 
 def equations(c: int) -> tuple[int, int]:
     """Point-to-point messages and collectives of the case study, in shares of the query of one GPU.
-
     A ring of R hops sends C shares of key and of value in each; a team gathers C shares of query,
-    key and value, and sums as many of the output. C = 1 is Ring Attention.
-    """
+    key and value, and sums as many of the output. C = 1 is Ring Attention."""
     hops = GPUS // c**2
     return 2 * c * hops, 4 * (c - 1)
 
 
 def main() -> None:
-    """Prints the table."""
     share = SEQ_LEN // GPUS * HEADS * HEAD_DIM * 2 / GIB
     print(f"{'':<28}{'messages':>10}{'collectives':>13}{'in all':>9}{'sent':>9}   GiB a GPU")
     for name, c, degrees, published in (

@@ -134,7 +134,6 @@ def table(found: list[Case]) -> list[str]:
 
 
 def main() -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", default="h100", help="name of a GPU; default: h100")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="default: 8")

@@ -67,10 +67,8 @@ def _escape(line: str) -> str:
 
 
 def _to_restructured_text(app, what, name, obj, options, lines: list[str]) -> None:
-    """Docstrings are written in Markdown: turns what differs into reStructuredText.
-
-    That is: tables, blocks of code that only an indent marks, and asterisks.
-    """
+    """Turns what differs in Markdown, as docstrings have it, into reStructuredText: tables, blocks
+    of code that only an indent marks, and asterisks."""
     text = NAMES.sub(lambda match: re.sub(r",\s+", ", ", match[0]), "\n".join(lines))
     lines[:] = text.split("\n")
     result: list[str] = []

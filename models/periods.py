@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from models.rope import Rope
-from startrail_jax.planner.layers import loops_of
+from startrail_jax.patterns import loops_of
 
 ATTENTION = "blocks"
 PARTS = {

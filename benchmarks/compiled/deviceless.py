@@ -44,15 +44,12 @@ def missing_plugin() -> str | None:
 
 
 def gpu_topology(target: str, num_devices: int) -> Any:
-    """Devices to compile for: a mesh may be made of the `devices` of what this returns.
+    """Devices to compile for, up to `DEVICES_PER_HOST` or a multiple of it: a mesh may be made of
+    the `devices` of what this returns.
 
-    From then on, this process writes nothing to the compilation cache of jax.
-
-    Where there is no GPU, call it with jax restricted to the CPU: JAX_PLATFORMS=cpu, or
-    `jax.config.update("jax_platforms", "cpu")` before anything else.
-
-    Args:
-        num_devices: up to `DEVICES_PER_HOST`, or a multiple of it.
+    From then on, this process writes nothing to the compilation cache of jax. Where there is no
+    GPU, restrict jax to the CPU before anything else: by JAX_PLATFORMS=cpu, or by
+    `jax.config.update("jax_platforms", "cpu")`.
     """
     if target not in target_names():
         raise ValueError(

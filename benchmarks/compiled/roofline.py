@@ -69,7 +69,6 @@ class Kernel:
     """An instruction that computes, of one device."""
 
     name: str
-    """Name of the instruction."""
     kind: str
     """One of `KINDS`."""
     runs: float
@@ -91,20 +90,17 @@ class Collective:
     """A collective, and what runs while it is under way."""
 
     name: str
-    """Name of the instruction that starts it."""
     kind: str
     """One of `COLLECTIVES`; several, joined by "and", if XLA has wrapped several together."""
     computation: str
     """`ENTRY`, or the name of the loop body, branch or callee that holds it."""
     runs: float = 0.0
-    """How often it runs in one execution of the program; in a branch, the mean over branches."""
     asynchronous: bool
     """Whether kernels may run while it is under way."""
     received_bytes: int
     """What the device that receives most receives in one run."""
     groups: tuple[tuple[int, ...], ...]
-    """Groups of devices that it joins; for a collective_permute, sender and receiver of each
-    message."""
+    """Groups of devices; for a collective_permute, the sender and receiver of each message."""
     op_name: str
     """Path of the traced operation that it comes from."""
     attention: list[Instruction] = field(default_factory=list)
@@ -139,7 +135,6 @@ class Roofline:
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
     exposed_seconds: float
-    """Seconds that kernels wait for collectives."""
     received_bytes: float
     """Bytes that the link carries."""
 
@@ -188,7 +183,6 @@ def _line(
 
 
 def read_roofline(text: str, gpu: Gpu) -> Roofline:
-    """The roofline of a compiled program on a GPU."""
     player = _Player(parse_module(text), gpu)
     player.play(player.module.entry, 1.0)
     return Roofline(

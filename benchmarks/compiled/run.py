@@ -189,7 +189,6 @@ def describe(degrees: st.Degrees) -> str:
 
 
 def report(text: str, mesh: Mesh, target: str, *, details: bool) -> None:
-    """Prints what a compiled program does."""
     gpu = GPUS[GPU_OF_TARGET.get(target, target)]
     print(
         f"\nroofline: memory {gpu.memory_rate / 1e12:.2f} TB/s, matrices "
@@ -217,7 +216,6 @@ def overlap(hops: list[Collective]) -> str:
 
 
 def each_collective(roofline: Roofline, mesh: Mesh) -> Iterator[str]:
-    """One line for each collective."""
     for x in roofline.collectives:
         where = ", ".join(sorted(x.axes(mesh)))
         yield (
@@ -259,7 +257,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 
 
 def parse_attention(argv: Sequence[str] = ()) -> argparse.Namespace:
-    """The sizes of attention alone."""
     parser = argparse.ArgumentParser(prog=f"run.py {ATTENTION}", allow_abbrev=False)
     for role in SEQUENCE_ROLES:
         parser.add_argument(f"--mesh.{role}", dest=role, type=int, default=1)

@@ -172,7 +172,6 @@ def measure_row(report: Report, check: Check) -> tuple[str, bool]:
 
 
 def errors(results: tuple[Array, ...], expected: tuple[Array, ...]) -> list[float]:
-    """Relative error of each array."""
     pairs = [[np.asarray(x, np.float32) for x in pair]
              for pair in zip(results, expected, strict=True)]  # fmt: skip
     return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs]
@@ -205,14 +204,9 @@ def at_once(
     ids: Array | None,
     **options: Any,
 ) -> tuple[Array, ...]:
-    """out, dq, dk and dv as the devices of a mesh compute them, as a batch on one device.
-
-    `jax.vmap` over named axes serves the same collectives as a mesh.
-
-    Args:
-        q, k, v, dout: the whole sequence, in natural order.
-        ids: segment ids, or None.
-    """
+    """out, dq, dk and dv as the devices of a mesh compute them, as a batch on one device:
+    `jax.vmap` over named axes serves the same collectives. Arrays are whole sequences, in natural
+    order."""
     sizes = tuple(getattr(degrees, role) for role in ROLES)
     mesh = AbstractMesh(sizes, ROLES, axis_types=(AxisType.Explicit,) * len(ROLES))
     attention = st.Attention(mesh, layout="zigzag" if options["causal"] else None, **options)

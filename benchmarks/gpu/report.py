@@ -41,13 +41,7 @@ class Report:
 
 
 class Program:
-    """A function with its arguments, compiled, and the samples of its time.
-
-    Args:
-        function: what to run.
-        arguments: its arguments.
-        options: compiler options.
-    """
+    """A function with its arguments, compiled, and the samples of its time."""
 
     def __init__(
         self,
@@ -102,11 +96,8 @@ def first_line(error: BaseException) -> str:
 
 
 def time_in_turn(programs: Sequence[Program], samples: int, seconds: float) -> None:
-    """Takes samples of all programs in turn, so that all of them meet the device in the same state.
-
-    Args:
-        seconds: to spend; fewer samples are taken if need be, but one at least.
-    """
+    """Takes samples of all programs in turn, so that all of them meet the device in the same state:
+    fewer than `samples` if the seconds are up, but one at least."""
     for program in programs:
         program.run()
         program.run()

@@ -120,7 +120,6 @@ def measure(report: Report) -> None:
 
 
 def measure_rows(report: Report, problem: Problem) -> None:
-    """Measures the rows of one problem in turn."""
     arrays = problem.arrays()
     with_fa4 = HAS_FA4 and not (report.tiny or problem.window)
     names = (JAX, OURS, FA4) if with_fa4 else (JAX, OURS)

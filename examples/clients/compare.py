@@ -45,10 +45,8 @@ def simulated_mesh() -> jax.sharding.Mesh:
 
 
 def packed_rows(vocabulary: int) -> tuple[np.ndarray, ...]:
-    """Tokens, targets, positions and segment ids of two rows, int32 [2, seq] each.
-
-    A row has two documents, with the ids 1 and 2, and the second row has padding of id 0.
-    """
+    """Tokens, targets, positions and segment ids of two rows, int32 [2, seq] each. A row has two
+    documents, with the ids 1 and 2, and the second row has padding of id 0."""
     tokens = np.random.default_rng(0).integers(1, vocabulary, (2, SEQ_LEN + 1), np.int32)
     lengths = np.array([[40, 24, 0], [25, 30, 9]])
     positions = np.stack([np.concatenate([*map(np.arange, row)]) for row in lengths])
@@ -90,13 +88,10 @@ def compare(
 ) -> None:
     """Prints a line per scheme, layout and dtype; exits with 1 if a difference is too large.
 
-    Args:
-        run: (attention, dtype, *batch) -> Result. None in place of an attention stands for the
-            model as its authors wrote it, on one device.
-        batch: arrays [batch, seq, ...] in natural order; `run` gets them sharded, and in the order
-            of the attention.
-        mesh: the mesh that the model works with, whose axis `context` shards the sequence.
-        valid: bool [batch, seq], where logits count.
+    `run` maps (attention, dtype, *batch) to a `Result`; None in place of an attention stands for
+    the model as its authors wrote it, on one device. Arrays of `batch` are [batch, seq, ...] in
+    natural order; `run` gets them in the order of the attention, their sequence sharded over axis
+    `context` of the mesh. Logits count where `valid`, bool [batch, seq], is true.
     """
 
     def result(attention: st.Attention | None, dtype: str) -> list[list[np.ndarray]]:
@@ -130,11 +125,8 @@ def compare(
 
 
 def differences(xs: list[np.ndarray], ys: list[np.ndarray]) -> list[np.ndarray]:
-    """The differences of arrays, each relative to its largest value.
-
-    Gradients that are 0 but for rounding, as that of the bias of keys, are relative to the largest
-    value of all arrays.
-    """
+    """The differences of arrays, each relative to its largest value. Gradients that are 0 but for
+    rounding, as that of the bias of keys, are relative to the largest value of all arrays."""
     sizes = np.array([np.abs(y).max() for y in ys])
     sizes = np.where(sizes > 1e-5 * sizes.max(), sizes, sizes.max())
     return [(x - y) / size for x, y, size in zip(xs, ys, sizes, strict=True)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.layers import shortest
+from startrail_jax.patterns import shortest
 from startrail_jax.planner.models import MODELS, LinearSizes, ModelSizes, MoESizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.

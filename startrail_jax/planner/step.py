@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from startrail_jax.patterns import loops_of, turn_of
 from startrail_jax.planner.grid import Call, Settings
-from startrail_jax.planner.layers import loops_of, turn_of
 from startrail_jax.planner.links import Cost, Links
 from startrail_jax.planner.memory import (
     LAYER,

@@ -17,7 +17,7 @@ from models.gated_delta import GatedDeltaSizes
 from models.gpt import GPT
 from models.hooks import Hooks
 from models.rope import Rope
-from startrail_jax.planner.layers import shortest
+from startrail_jax.patterns import shortest
 from startrail_jax.planner.models import LinearSizes, ModelSizes, MoESizes
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.planner.layers import shortest
+from startrail_jax.patterns import shortest
 from trainer.gpt.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
 
 GELU = "gelu_pytorch_tanh"
