@@ -166,7 +166,6 @@ _NEEDED = ("nodes", "gpus_per_node", "gpu")
 
 
 def _check_cluster_flags(args: argparse.Namespace) -> None:
-    """Raises unless the cluster is described."""
     missing = [name for name in _NEEDED if getattr(args, name) is None]
     if missing:
         raise InputError(

@@ -156,7 +156,6 @@ def forecasts(
 def _on_mesh(
     found: Candidates, mesh: Prediction, lengths: np.ndarray, window: int, rows: float
 ) -> DocumentForecast:
-    """What is predicted for whole documents on a mesh."""
     call, data, tensor = found.call, mesh.degrees.data, mesh.degrees.tensor
     devices = found.cluster.num_gpus // tensor
     longest = devices // data

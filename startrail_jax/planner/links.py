@@ -95,7 +95,6 @@ class Links:
         return found.times(move.count)
 
     def costs(self, moves: Iterable[Move]) -> Cost:
-        """The cost of moves, one after another."""
         zero = np.zeros(len(self.settings))
         return sum(map(self.cost, moves), Cost(seconds=zero, across=zero, inside=zero))
 
@@ -280,7 +279,6 @@ class Links:
         staying: np.ndarray,
         inside: np.ndarray,
     ) -> Cost:
-        """The cost of a collective."""
         cluster = self.cluster
         both_ways = 2 if cluster.half_duplex else 1
         port = both_ways * across / cluster.ports / cluster.port_rate

@@ -4,15 +4,13 @@ Exact, to the byte, are the state (weights and optimizer), the batch, the gradie
 sums, and what layers save for the backward pass with a `remat` other than "none". The rest is an
 estimate: what a layer holds while its backward pass runs, or the loss, whichever is more, and the
 weights and gradients that are being gathered and summed. Whole steps compiled for GPUs, of recipes
-and of settings drawn at random, took 0.91 to 1.15 of the sum;
-`benchmarks/compiled/run.py` prints both.
+and of settings drawn at random, took 0.91 to 1.15 of the sum (`benchmarks/compiled/run.py`).
 
 This module is arithmetic, also on NumPy arrays: degrees, and all that depends on them, may have an
 element for each setting. `trainer/parallel/step_sizes.py` finds the sizes of a run.
 
-References:
-    ZeRO's arithmetic, https://arxiv.org/abs/1910.02054; activations of a transformer,
-    https://arxiv.org/abs/2205.05198.
+References: ZeRO's arithmetic, https://arxiv.org/abs/1910.02054; activations of a transformer,
+https://arxiv.org/abs/2205.05198.
 """
 
 from __future__ import annotations

@@ -113,12 +113,10 @@ class Prediction:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds in which kernels run."""
         return sum(self.parts[name] for name in COMPUTE)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which a GPU waits for messages."""
         return sum(self.parts[name] for name in EXPOSED)
 
     @property
@@ -233,7 +231,6 @@ class Candidates:
         return rows[np.r_[True, np.diff(self._degrees[rows]) != 0]]
 
     def mask(self, scheme: Callable[[Settings], np.ndarray]) -> np.ndarray:
-        """Which candidates are of a scheme."""
         found = [
             scheme(step.settings)[self.row[self.kind == kind]]
             for kind, (step, _) in enumerate(self.kinds)
