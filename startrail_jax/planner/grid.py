@@ -108,9 +108,9 @@ def all_settings(
     given: Mapping[str, int] | None = None,
     published: bool = True,
 ) -> Settings:
-    """The degrees and the orders of the axes that a cluster and a model allow, by `given` degrees.
-    Two orders that differ in axes of degree 1 alone are one. Orders in which a node ends in the
-    middle of an axis without dividing it evenly are left out."""
+    """The settings that a cluster and a model allow: degrees, of which the `given` ones are fixed,
+    and orders of the axes. Two orders that differ in axes of degree 1 alone are one. Orders in
+    which a node ends in the middle of an axis without dividing it evenly are left out."""
     degrees = _legal_degrees(cluster.num_gpus, call, dict(given or {}))
     parts = [_ordered(degrees, index, cluster) for index in range(len(ORDERS))]
     single = _joined(parts)
