@@ -5,10 +5,7 @@
     python tests/faults/crash.py --kills 20 -- --devices 8 --seq-len 512 \\
         --data.batches documents --data.mask-documents --data.end-of-document 0
 
-The benchmark trains a small GPT on simulated devices without disturbance. Then it trains the same
-GPT in another folder, kills the program with SIGKILL, starts the same command again, kills it
-again, and so on, and lets the last start finish. What follows `--` are flags of train.py that come
-after the benchmark's own. The moments of the kills take turns:
+What follows `--` are flags of train.py. The moments of the kills take turns:
 
     save      up to 20 ms after the folder of an unfinished checkpoint appeared
     step      up to 300 ms after a random step was reported
@@ -18,16 +15,6 @@ after the benchmark's own. The moments of the kills take turns:
               writing, folders made, renamed and removed, what is flushed to the disk
     power     up to 500 ms after a random step was reported; then all or half of what this start has
               not flushed to the disk is lost (tests/faults/power.py)
-
-The benchmark checks that
-
-* a run continues from the newest complete checkpoint that the kill left, and that this is the last
-  or the last but one that training had reached, because one may be unfinished;
-* metrics.jsonl has the loss of every step exactly once in the end, and each loss is, bit for bit,
-  that of the undisturbed run.
-
-It prints a line for each start of the program, which takes a few seconds, and exits with status 1
-if a check fails.
 """
 
 from __future__ import annotations
@@ -93,21 +80,7 @@ def crash(
     moments: Sequence[str] = MOMENTS,
     flags: Sequence[str] = (),
 ) -> list[Kill]:
-    """Trains without and with kills, and compares.
-
-    Args:
-        num_kills: how often to kill the program.
-        seed: seed of the moments of the kills.
-        folder: folder for the data and both runs.
-        moments: those of `MOMENTS` that take turns.
-        flags: further flags of train.py.
-
-    Returns:
-        The kills, in order.
-
-    Raises:
-        CheckFailed: if a run does not go on as it should or ends in other losses.
-    """
+    """Trains without and with kills, whose moments take turns, and compares."""
     random = np.random.default_rng(seed)
     data = folder / "tokens.bin"
     random.integers(0, 256, 20_000).astype("<u2").tofile(data)
@@ -249,12 +222,7 @@ def check_beginning(began_after: int | None, kills: Sequence[Kill]) -> None:
 
 
 def check_kill(kill: Kill) -> None:
-    """Raises an error if fewer steps were saved than the metrics imply.
-
-    The metrics of a step are written before its checkpoint is begun, and that waits for the
-    checkpoint before. So the metrics of the next step show that a checkpoint was begun, and that
-    the one before it is whole.
-    """
+    """Raises an error unless all but the last checkpoint that the metrics imply are whole."""
     begun = (kill.last_step - 1) // EVERY * EVERY
     if kill.whole < begun - EVERY:
         raise CheckFailed(

@@ -1,25 +1,7 @@
 """Makes one of several processes fail in every way, and shows that all exit and training continues.
 
-    python tests/faults/failures.py                         # 2 processes
-    python tests/faults/failures.py --processes 4
-
-The benchmark trains a small GPT in several processes on this machine. In each start one thing
-happens:
-
-    worker killed         SIGKILL to the last process
-    process 0 killed      SIGKILL to process 0, which has jax's coordination service
-    worker stopped        SIGSTOP to the last process, which is resumed when all others have exited
-    process 0 stopped     SIGSTOP to process 0, likewise
-    wrong data            tokens outside the vocabulary appear in the file of the last process
-    disk full             the last process may write no more than a few bytes
-    SIGTERM to a worker   SIGTERM to the last process alone
-    SIGTERM to all        SIGTERM to every process
-
-The benchmark checks that all processes exit within a minute. After a failure, all of them must exit
-with a status other than 0, and say which process failed, except for those that were killed. After
-SIGTERM, all must exit with status 0 and the step must be saved. The next start must continue from
-the newest complete checkpoint. It prints a line for each start, and exits with status 1 if a check
-fails.
+python tests/faults/failures.py                         # 2 processes
+python tests/faults/failures.py --processes 4
 """
 
 from __future__ import annotations
@@ -77,15 +59,7 @@ class Processes:
         own_flags: Mapping[int, Sequence[str]] | None = None,
         program: str = TRAIN,
     ) -> None:
-        """Starts them.
-
-        Args:
-            count: number of processes; a single one is started without `--distributed`.
-            flags: flags of all processes.
-            folder: folder for their output and their compiled programs.
-            own_flags: further flags of single processes, by index.
-            program: what they run, as Python.
-        """
+        """Starts them, each with its own further flags; a single one without `--distributed`."""
         # The first process fills the folder of compiled programs, which makes the start of all
         # others a few times faster.
         variables = os.environ | {
@@ -259,20 +233,7 @@ class Outcome:
 def fail(
     cases: Sequence[FailureCase], *, count: int, folder: Path, timeout: float = 10
 ) -> list[Outcome]:
-    """Starts a run in several processes for each case, one after the other, in one run folder.
-
-    Args:
-        cases: the cases.
-        count: number of processes.
-        folder: folder for the data and the run.
-        timeout: seconds after which a silent process counts as lost.
-
-    Returns:
-        The result of each case.
-
-    Raises:
-        CheckFailed: if a check fails.
-    """
+    """Starts a run in several processes for each case, one after the other, in one run folder."""
     data, copy = write_data(folder), folder / "copy.bin"
     run_dir = folder / "run"
     flags = [*FLAGS.split(), "--data.path", str(data), "--run-dir", str(run_dir)]

@@ -1,11 +1,4 @@
-"""Emulates a power failure: what a program has not flushed to the disk is lost.
-
-A program that runs under `record` keeps, in another folder, the content of every file and the names
-in every folder at the moment when it was last flushed by `os.fsync`. After the program was killed,
-`after_power_failure` makes the folder that a disk could have kept: of each file and of each folder
-either what was flushed last, or what is there now. Flushes in libraries that are not written in
-Python are not seen, and count as none: the emulation loses more than a disk would.
-"""
+"""Emulates a power failure: what a program has not flushed to the disk is lost."""
 
 from __future__ import annotations
 
@@ -36,12 +29,7 @@ def run() -> None:
 
 
 def record(flushed: Path) -> None:
-    """Keeps what this program flushes from now on.
-
-    Args:
-        flushed: a folder for it, with a file for each file and each folder, named by its number on
-            the disk.
-    """
+    """Keeps each file and folder that is flushed from now on, by its number on the disk."""
     flush = os.fsync
     # The number of a file that is open is given to no other.
     held: dict[int, int] = {}
@@ -67,15 +55,7 @@ def record(flushed: Path) -> None:
 def after_power_failure(
     live: Path, flushed: Path, out: Path, random: np.random.Generator, survives: float
 ) -> None:
-    """Makes the folder that a disk could have kept.
-
-    Args:
-        live: the folder as the program saw it last.
-        flushed: what `record` has kept.
-        out: where to make the folder.
-        random: decides what is lost.
-        survives: the probability that a change which was not flushed is kept all the same.
-    """
+    """Makes a folder that a disk could have kept, if a change survives with that probability."""
     _make_folder(live.stat().st_ino, live, flushed, out, lambda: random.random() < survives)
 
 

@@ -1,12 +1,8 @@
 """Imports of models with odd settings, compared with the library transformers.
 
-    pip install -e '.[parity]'
-    python tests/parity/check_settings.py              # some minutes
-    python tests/parity/check_settings.py qwen3_moe    # one family
-
-It writes a small model for each odd setting. The import may refuse it, or must
-give the logits of PyTorch. An import with other logits, or of what transformers refuses, is silent
-and fails the check.
+pip install -e '.[parity]'
+python tests/parity/check_settings.py              # some minutes
+python tests/parity/check_settings.py qwen3_moe    # one family
 """
 
 import copy
@@ -151,9 +147,7 @@ def settings_of(family):
 
 
 def logits_of_torch(folder, tokens):
-    """The logits of a folder with a config.json alone, for weights that are left there; how far
-    those in float32 are from float64; and the windows. None where transformers refuses the file.
-    """
+    """Logits, how far those in float32 are from float64, and windows; None where it is refused."""
     torch.manual_seed(0)
     try:
         config = transformers.AutoConfig.from_pretrained(folder)

@@ -1,12 +1,8 @@
 """Tiny random models of the library transformers, and what PyTorch computes with them.
 
-    pip install -e '.[parity]'
-    python tests/parity/make_references.py            # writes tests/parity/references, 0.7 MB
-    python tests/parity/make_references.py --check    # compares with models that it makes anew
-
-The tests compare logits, loss and gradients with the files, and need no PyTorch. With `--check`,
-models of another seed are compared for every family and over eight devices of three schemes, and
-transformers loads what is exported of them.
+pip install -e '.[parity]'
+python tests/parity/make_references.py            # writes tests/parity/references, 0.7 MB
+python tests/parity/make_references.py --check    # compares with models that it makes anew
 """
 
 import argparse
@@ -196,10 +192,7 @@ def make_model(name, seed):
 
 
 def save_checkpoint(model, dtype, folder, **options):
-    """Saves as a user of transformers does; returns the model that is loaded from there.
-
-    The first one would not do: its rotary frequencies are rounded with the weights.
-    """
+    """Saves as a user does; returns what is loaded, as rotary frequencies are rounded with it."""
     model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
     (folder / "generation_config.json").unlink(missing_ok=True)
     return load(type(model), folder, torch.float32).eval()

@@ -74,11 +74,7 @@ def restore_after(folder, path, content, shapes, sharding=None):
 
 
 def harm_files(folder, num_flips, seed, sharding=None):
-    """Cuts each file short; flips bits, half of them in a random place and half in a random file.
-
-    Returns:
-        How many of the flips were noticed. All others were harmless.
-    """
+    """Cuts each file short and flips bits; returns how many flips were noticed, not harmless."""
     shapes = save(folder / "whole", (3, 5), sharding)
     files, chance = files_of(folder / "whole" / "5"), random.Random(seed)
     sizes = [path.stat().st_size for path in files]

@@ -289,8 +289,7 @@ MIXED = np.concatenate([LENGTHS, np.tile([12, 11, 10, 22], 10)])
 
 
 def single_row_steps(config, state, batches, documents):
-    """Losses and the last state of steps on one device, from a state of the host: each document of
-    a batch, given by numbers, is in a row of its own."""
+    """Losses and the last state of steps on one device, with a row for each document."""
     data, most = DataConfig(), max(map(len, batches))
     alone = dataclasses.replace(config, data=data, batch_size=most, zero=0)
     program = program_of(alone, st.Degrees())

@@ -317,8 +317,7 @@ def test_two_rounds_under_a_full_mask_add_results_of_16_bits():
 
 
 def test_gradients_and_moved_weights_are_of_different_phases():
-    """Gathered weights that are split along a later dimension exist twice until the backward pass,
-    and whole gradients from then on."""
+    """Gathered weights exist twice until the backward pass, and whole gradients from then on."""
     config = make_config({"heads": 4, "kv_heads": 4, "head_dim": 16}, zero=1)
     layers = footprint(config, STARTRAIL)
     # Of a layer, the output of attention is [4, 16, 64], whose heads eight devices do not split.

@@ -127,11 +127,7 @@ PAGE = 4096  # The smallest pipe.
 
 @contextmanager
 def streaming(run_dir, errors, **environment):
-    """The program while it draws, its output and the first piece of it; it must end by itself.
-
-    The pipe holds less than it draws, so that it cannot be done before its output is read, however
-    fast it is.
-    """
+    """The program, which draws more than its pipe holds, its output and the first piece of it."""
     flags = ("--prompt", "a", "--tokens", "20000", "--temperature", "2")
     with errors.open("w") as file, subprocess.Popen(
         [sys.executable, "sample.py", str(run_dir), *flags],

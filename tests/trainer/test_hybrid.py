@@ -1,5 +1,4 @@
-"""Training steps of a hybrid of linear attention and attention, with experts in most layers: the
-same losses on every mesh."""
+"""Steps of a hybrid of linear attention and attention with experts: one loss on every mesh."""
 
 import dataclasses
 import functools

@@ -66,8 +66,7 @@ def runs(program, computation, target):
 
 @pytest.mark.parametrize(("remat", "times"), [("attention_saved", 1), ("full", 2)])
 def test_attention_that_is_saved_is_not_computed_again(remat, times):
-    """A device calls up to four kernels in the first round of a layer, and one in each other round;
-    with "full" twice as many."""
+    """Four kernels at most in the first round of a layer, then one in each; with "full" twice."""
     program = hlo.parse_module(compiled(remat=remat)[1].as_text())
     calls = LAYERS * (4 + STARTRAIL.ring - 1)
     assert runs(program, program.entry, ATTENTION) == times * calls

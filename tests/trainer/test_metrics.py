@@ -136,10 +136,7 @@ def test_full_disk_raises_where_it_is_met(tmp_path):
 
 
 def scalars(folder):
-    """(step, name, value) of all events, and the steps from which on earlier events are dropped.
-
-    A record is its length in 8 bytes, a checksum in 4, the event, and a checksum in 4.
-    """
+    """(step, name, value) of all events, and the steps from which on earlier ones are dropped."""
     found, purged = [], []
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()

@@ -467,10 +467,7 @@ def test_a_reader_that_leaves_ends_the_plan_quietly(monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_help_imports_no_numpy_and_a_plan_no_jax_and_takes_two_seconds():
-    """In a process of its own, without the type checks of the tests: 16,384 GPUs with everything.
-
-    The machine may have other work meanwhile: the best of three counts.
-    """
+    """Without the type checks of the tests; the machine may be busy: the best of three counts."""
     code = (
         "import sys, time, runpy, startrail_jax as st; sys.argv = ['plan', '--help']\n"
         "try: runpy.run_module('startrail_jax.plan', run_name='__main__')\n"

@@ -1,7 +1,4 @@
-"""Logits, loss and gradients of pretrained models beside those that PyTorch computed once.
-
-`python tests/parity/make_references.py --check` compares every family over every scheme.
-"""
+"""Logits, loss and gradients of pretrained models beside those that PyTorch computed once."""
 
 import pytest
 
