@@ -61,15 +61,12 @@ class Kill:
     """One start of the program and its end by SIGKILL."""
 
     moment: str
-    """One of `MOMENTS`."""
     began_after: int | None
     """The step that the program went on from, 0 at the beginning; None if it was killed before."""
     last_step: int
-    """The last step in metrics.jsonl after the kill."""
     whole: int
     """The step of the newest whole checkpoint after the kill, 0 if there is none."""
     unfinished: tuple[str, ...]
-    """The folders of unfinished checkpoints after the kill."""
 
 
 def crash(
@@ -207,7 +204,6 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step with a training loss in metrics.jsonl; 0 if there is none."""
     return max((step for step, _ in losses(run_dir)), default=0)
 
 

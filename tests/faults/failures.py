@@ -105,19 +105,15 @@ class Processes:
             process.wait()
 
     def output(self, index: int) -> str:
-        """What one process has printed."""
         return self._logs[index].read_text()
 
     def outputs(self) -> str:
-        """What all processes have printed."""
         return "".join(f"--- process {index}\n{self.output(index)}" for index in range(self.count))
 
     def pid(self, index: int) -> int:
-        """The id of a process."""
         return self._all[index].pid
 
     def signal(self, index: int, number: int) -> None:
-        """Sends a signal to a process."""
         self._all[index].send_signal(number)
 
     def wait_for(self, condition: Callable[[], bool], every: float = 0.02) -> None:
@@ -154,7 +150,6 @@ class FailureCase:
     """Something that happens to one process, or to all."""
 
     name: str
-    """Name of the case in the output."""
     victim: int | None
     """Index of the process, from the end if negative; None for all processes."""
     says: str
@@ -177,7 +172,6 @@ def fill_disk(processes: Processes, victim: int) -> None:
 
 
 def terminate_all(processes: Processes, _: int) -> None:
-    """Sends SIGTERM to all processes."""
     for index in range(processes.count):
         processes.signal(index, signal.SIGTERM)
 
@@ -203,11 +197,7 @@ CASES = (
         happen=fill_disk,
     ),
     FailureCase(
-        name="SIGTERM to a worker",
-        victim=-1,
-        says="",
-        happen=signal_it(signal.SIGTERM),
-        good=True,
+        name="SIGTERM to a worker", victim=-1, says="", happen=signal_it(signal.SIGTERM), good=True
     ),
     FailureCase(name="SIGTERM to all", victim=None, says="", happen=terminate_all, good=True),
 )
@@ -215,8 +205,6 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a case."""
-
     case: FailureCase
     began_after: int
     """The step that this start went on from."""
@@ -313,7 +301,6 @@ def describe(outcome: Outcome) -> str:
 
 
 def write_data(folder: Path) -> Path:
-    """A file of random tokens."""
     path = folder / "tokens.bin"
     np.random.default_rng(0).integers(0, 256, NUM_TOKENS).astype("<u2").tofile(path)
     return path
@@ -341,7 +328,6 @@ def last_reported(output: str) -> int:
 
 
 def free_port() -> int:
-    """A port that is free on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

@@ -121,7 +121,6 @@ def make_pipeline(folder, kind):
 
 
 def run(*arguments, fails=""):
-    """Output of a command in the root of the checkout."""
     command = [sys.executable, *(str(x) for x in arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
