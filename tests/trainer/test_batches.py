@@ -323,8 +323,6 @@ def test_error_of_a_reading_thread_reaches_the_caller():
 
 
 class Numbers:
-    """Examples that are their numbers."""
-
     def __init__(self, count):
         self.count = count
 
@@ -474,7 +472,6 @@ def sharding(shape=(2, 4)):
 
 
 def numbered(batch_size=6, seq_len=8):
-    """A batch whose arrays all differ."""
     arrays = np.arange(5 * batch_size * seq_len, dtype=np.int32).reshape(5, batch_size, seq_len)
     return TokenBatch(*arrays[:4], arrays[4].astype(np.float32))
 
