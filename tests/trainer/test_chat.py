@@ -203,7 +203,6 @@ def test_token_across_the_border_counts(tmp_path):
     built.save(str(path))
 
     def counted_of(prompt, completion):
-        """What counts of an example."""
         records = [{"prompt": prompt, "completion": completion}] * 20
         data = write(tmp_path / "data.jsonl", *records)
         config = of_completions(data, validation_path=data.with_name("b.jsonl"), tokenizer=path)
@@ -406,7 +405,6 @@ def test_tokens_and_masks_are_those_of_transformers(family, talk, tmp_path, toke
 
 
 def counted_text(tokens, counted, model):
-    """The stretches of text that count."""
     ends = np.flatnonzero(np.diff(np.concatenate([[0], counted, [0]])))
     return ["".join(model.convert_ids_to_tokens(tokens[a:b])) for a, b in ends.reshape(-1, 2)]
 
