@@ -118,8 +118,7 @@ def test_processes_that_cannot_start_say_why(tmp_path):
             f"{nowhere}, index=1, start_timeout=1.0",
         )
         statuses, outputs = ends(
-            [starting(own, tmp_path / str(number)) for number, own in enumerate(options)],
-            waiting,
+            [starting(own, tmp_path / str(number)) for number, own in enumerate(options)], waiting
         )
     assert statuses == [1] * 5, outputs
     alone, on_taken, first, second, lost = (errors for _, errors in outputs)
