@@ -20,10 +20,10 @@ def make_noise(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def coefficients(kind, time):
+def coefficients(kind, time, like=np):
     if kind == "flow":
         return 1 - time, time
-    return np.cos(np.pi / 2 * time), np.sin(np.pi / 2 * time)
+    return like.cos(np.pi / 2 * time), like.sin(np.pi / 2 * time)
 
 
 def best_prediction(kind, mean=MEAN, std=STD):
@@ -31,10 +31,7 @@ def best_prediction(kind, mean=MEAN, std=STD):
 
     def predict(x, time):
         time = time.reshape(-1, *[1] * (x.ndim - 1))
-        if kind == "flow":
-            signal, spread = 1 - time, time
-        else:
-            signal, spread = jnp.cos(jnp.pi / 2 * time), jnp.sin(jnp.pi / 2 * time)
+        signal, spread = coefficients(kind, time, like=jnp)
         normalised = (x - signal * mean) / (signal**2 * std**2 + spread**2)
         x0, noise = mean + signal * std**2 * normalised, spread * normalised
         return {"flow": noise - x0, "v": signal * noise - spread * x0, "eps": noise}[kind]
