@@ -38,7 +38,6 @@ def open_digits(**wanted):
 
 
 def examples(opened):
-    """All examples in their order."""
     parts = [(part.numbers[i], part[i]) for part in (opened.train, opened.held_out)
              for i in range(len(part))]  # fmt: skip
     return [example for _, example in sorted(parts, key=lambda pair: pair[0])]
