@@ -172,7 +172,6 @@ def test_of_examples_only_what_is_counted_has_a_weight():
 
 
 def numbers_in(program, batch, documents):
-    """The numbers of the documents of a batch."""
     read = {
         tuple(documents.read(number)[0][:-1]): number for number in range(len(documents.lengths))
     }
