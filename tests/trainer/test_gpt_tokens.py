@@ -301,21 +301,18 @@ def test_processes_tokenise_once_and_the_others_wait(text, tokenizer, tmp_path, 
 
 
 def test_killed_write_is_never_taken_for_whole(text, tokenizer, tmp_path, monkeypatch, encoded):
-    class Killed(BaseException):
-        pass
-
     rename = cache.durable.rename
 
     def killed(part, target):
         if part.is_dir():
-            raise Killed
+            raise KeyboardInterrupt
         rename(part, target)
 
     with monkeypatch.context() as patch:
         # As late as can be, and with nothing cleaned up.
         patch.setattr(cache.durable, "rename", killed)
         patch.setattr(cache.shutil, "rmtree", lambda *_, **__: None)
-        with pytest.raises(Killed):
+        with pytest.raises(KeyboardInterrupt):
             open_text_corpus(text, tokenizer, tmp_path / "cache")
     (left,) = (tmp_path / "cache").glob(".*.part-*")
     assert {x.name for x in left.iterdir()} == {"train.npy", "val.npy", ".about.json", SUMS_FILE}
