@@ -43,8 +43,7 @@ CONFIG = make_config(SMALL, seq_len=64, lora=LoraConfig(rank=4, targets=ALL), st
 MIXED = make_config(
     SMALL
     | dict(
-        feed_forwards=("mlp", "experts"),
-        experts=ExpertsConfig(count=4, width=32, balance_loss=0.0),
+        feed_forwards=("mlp", "experts"), experts=ExpertsConfig(count=4, width=32, balance_loss=0.0)
     ),
     seq_len=64,
     steps=3,
