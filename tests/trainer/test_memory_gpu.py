@@ -16,10 +16,7 @@ from startrail_jax.planner.hardware import GPUS
 from trainer.gpt.config import DataConfig
 from trainer.parallel.step_sizes import footprint
 
-pytestmark = [
-    pytest.mark.slow,
-    needs_gpu_compiler,
-]
+pytestmark = [pytest.mark.slow, needs_gpu_compiler]
 
 LAYERS, TOKENS = 3, 2048
 MODEL = dict(
@@ -128,11 +125,6 @@ def weight_sizes(vector=1, matrix=1):
     return sizes[True], sizes[False]
 
 
-def parameters():
-    """Elements of all layers' weights, and of the others."""
-    return weight_sizes()
-
-
 def gathered():
     """Bytes of all layers' weights as they are gathered, and of the others."""
     return weight_sizes(vector=4, matrix=2)
@@ -153,7 +145,7 @@ def sent(kind, over, where=None, **changes):
 def test_level_3_gathers_bfloat16_in_both_passes_and_sums_float32_by_layers():
     layers, ends = gathered()
     assert sent("all_gather", EVERYWHERE) == 7 * (2 * layers + ends) // 8
-    layers, ends = parameters()
+    layers, ends = weight_sizes()
     assert sent("reduce_scatter", EVERYWHERE) == 7 * 4 * (layers + ends) // 8
     # XLA takes the first of three turns out of the loop, so that two layers are summed inside.
     in_entry = 7 * 4 * (layers // LAYERS + ends) // 8
@@ -161,21 +153,11 @@ def test_level_3_gathers_bfloat16_in_both_passes_and_sums_float32_by_layers():
 
 
 def test_level_1_gathers_bfloat16_and_sums_float32_once_after_all_parts():
-    layers, ends = parameters()
+    layers, ends = weight_sizes()
     setting = {"zero": 1, "gradient_accumulation": 2}
     assert sent("all_gather", EVERYWHERE, **setting) == 7 * sum(gathered()) // 8
     for where in (ENTRY, None):
         assert sent("reduce_scatter", EVERYWHERE, where, **setting) == 7 * 4 * (layers + ends) // 8
-
-
-def test_hybrid_sums_its_parts_over_the_other_axes():
-    layers, ends = parameters()
-    setting = {"zero": 2, "zero_axes": ("ring", "team")}
-    split = {"ring", "team"}
-    assert sent("all_gather", split, **setting) == 3 * sum(gathered()) // 4
-    assert sent("reduce_scatter", split, **setting) == 3 * 4 * (layers + ends) // 4
-    # An all_reduce over two devices receives as much as it sums.
-    assert sent("all_reduce", {"group"}, **setting) == 4 * (layers + ends) // 4
 
 
 def test_gpt_7b_fits_where_the_arithmetic_says(capsys):
