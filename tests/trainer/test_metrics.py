@@ -23,7 +23,6 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock whose seconds the test sets."""
     clock = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(
         metrics,
