@@ -79,7 +79,6 @@ def files_in(folder):
 
 
 def fetched(tmp_path, url=URL):
-    """The files of a run folder that is made from the store."""
     folder = tmp_path / "fetched"
     shutil.rmtree(folder, ignore_errors=True)
     fetch(folder, url)
@@ -104,10 +103,6 @@ def test_run_is_fetched_as_it_was(tmp_path, kind):
     assert {x.split("/")[0] for x in names if "/" in x} == {"4", "6", "constant"}
 
 
-class KilledError(BaseException):
-    """The program is killed here."""
-
-
 def test_kill_between_any_two_writes_leaves_a_whole_copy(tmp_path, monkeypatch):
     """With one checkpoint kept, the old copy stays until the new one is whole."""
     run = tmp_path / "run"
@@ -121,7 +116,7 @@ def test_kill_between_any_two_writes_leaves_a_whole_copy(tmp_path, monkeypatch):
             nonlocal writes
             writes += 1
             if writes > allowed:
-                raise KilledError
+                raise KeyboardInterrupt
             return method(*args, **kwargs)
 
         return write
@@ -138,7 +133,7 @@ def test_kill_between_any_two_writes_leaves_a_whole_copy(tmp_path, monkeypatch):
                 patch.setattr(MemoryFileSystem, name, counting(getattr(MemoryFileSystem, name)))
             try:
                 mirror._copy(4)
-            except KilledError:
+            except KeyboardInterrupt:
                 was_killed = True
         files = fetched(tmp_path)
         step = int(files["versions.json"])
@@ -159,7 +154,6 @@ def test_kill_between_any_two_writes_leaves_a_whole_copy(tmp_path, monkeypatch):
 
 
 def damage(kind):
-    """Harms the newest copy."""
     name, marker = (
         f"/bucket/runs/mine/{x}" for x in ("4/checkpoints/4/ocdbt.process_0/d/4", "4.json")
     )
