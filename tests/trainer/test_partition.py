@@ -42,7 +42,6 @@ def shapes(**sizes):
 
 
 def specs_of(level=0, zero_axes=ALL, sizes=None, **degrees):
-    """PartitionSpecs by path."""
     degrees = st.Degrees(**degrees)
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
     specs = Partition(mesh, level, zero_axes).specs(shapes(**sizes or {}))
