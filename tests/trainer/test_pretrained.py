@@ -68,7 +68,6 @@ def tensors_of(folder):
 
 
 def copied(name, folder):
-    """A copy of a model, to be damaged."""
     return shutil.copytree(REFERENCES / name, folder / name, copy_function=shutil.copyfile)
 
 
@@ -358,8 +357,6 @@ def test_parts_of_weights_are_those_of_the_whole(name):
 
 
 class Counted:
-    """Counts the bytes that are read of a tensor."""
-
     def __init__(self, tensor, counts):
         self.tensor, self.counts = tensor, counts
 
@@ -532,7 +529,6 @@ def test_weights_that_a_family_does_not_have_are_named(name, change, path):
 
 
 def weights_of(folder):
-    """The weights of a folder as a run has them, by their paths."""
     config = make_config(folder)
     shapes = shapes_of(config, 2, level=3)
     with open_pretrained(config, shapes) as initial:
@@ -1049,7 +1045,6 @@ def test_model_of_no_family_is_not_exported(options, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_import_the_same_bits_as_one(tmp_path):
-    """Weights and new adapters."""
     model = [str(REFERENCES / "llama"), "--lora.rank", "2"]
     flags = [*model, "--devices", "2", "--no-tensorboard"]
     here = [*flags, "--run-dir", str(tmp_path / "here")]
