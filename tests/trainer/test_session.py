@@ -2,7 +2,6 @@
 
 import pytest
 
-import startrail_jax as st
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from refusals import refused
@@ -10,7 +9,6 @@ from startrail_jax.errors import InputError
 from trainer.config import Distributed, MeshConfig
 from trainer.dit.config import ImageOptions
 from trainer.gpt.config import TextOptions
-from trainer.run.folder import save_degrees
 from trainer.run.settings import names_of_paths
 from trainer.session import joined
 from trainer.task import SampleOptions
@@ -43,17 +41,6 @@ def join(folder=None, **mesh):
     call = gpt_tiny().attention_call
     with joined(Distributed(), options, kind="a test", call=call, folder=folder) as session:
         return session.mesh, session.description
-
-
-def test_a_run_goes_on_with_the_degrees_that_it_had(tmp_path):
-    mesh, _ = join(tmp_path)
-    assert (mesh.shape["group"], mesh.shape["ring"]) == (2, 2)
-    save_degrees(tmp_path, vars(st.Degrees(ring=4)))
-    mesh, description = join(tmp_path)
-    assert mesh.shape["ring"] == 4
-    assert description[-1] == "mesh: data 1, group 1, ring 4, team 1, head 1, tensor 1"
-    mesh, _ = join(tmp_path, team=1, ring=2, data=2)
-    assert mesh.shape["ring"] == 2
 
 
 def test_a_run_that_lost_its_degrees_says_so(tmp_path):
