@@ -6,10 +6,8 @@ import math
 import pytest
 
 import startrail_jax as st
-from benchmarks.compiled.roofline import ENTRY, read_roofline
 from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis.hlo import COLLECTIVES, read_traffic
-from startrail_jax.planner.hardware import GPUS
 from trainer.gpt.config import DataConfig
 
 # Without a ring, whose rounds would only make the programs longer.
@@ -102,17 +100,3 @@ def test_hybrid_sums_parts_over_the_other_axes(level, remat):
     assert traffic(level, zero_axes=("group", "team"), remat=remat) == received(
         all_gather=3 * gathered // 4, reduce_scatter=3 * whole // 4, all_reduce=whole // 4
     )
-
-
-@pytest.mark.slow
-def test_level_1_sums_after_all_parts_and_level_2_within():
-    """At level 1 the sums are outside of all loops, at level 2 none is."""
-    after = {
-        level: sum(
-            x.received_bytes
-            for x in read_roofline(compiled(level, parts=2), GPUS["h100"]).collectives
-            if x.kind == "reduce_scatter" and x.computation == ENTRY
-        )
-        for level in (1, 2)
-    }
-    assert after == {1: 7 * SPLIT // 8, 2: 0}
