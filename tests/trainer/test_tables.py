@@ -24,7 +24,6 @@ ENDINGS = {"jsonl": "jsonl", "parquet": "parquet", "stream": "arrow", "file": "a
 
 
 def write(path, rows, form):
-    """Writes rows in one of the forms of `ENDINGS`."""
     if form == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif form == "parquet":
@@ -96,7 +95,6 @@ def test_conversations_in_rows_are_those_in_lines(form, tmp_path):
 
 
 def characters(path):
-    """A tokenizer whose tokens are characters."""
     letters = {x: i for i, x in enumerate(["<eos>", *map(chr, range(32, 127))])}
     tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(path))
     return path
