@@ -76,7 +76,6 @@ def test_loops_over_tiles_have_matrices_in_the_type_of_their_products():
 
 
 def equations(jaxpr):
-    """All equations of a jaxpr, and of those in it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
