@@ -29,7 +29,6 @@ SIZE, OTHER = (2, 8, 8), (1, 8, 6)
 
 
 def write_clip(folder, name, size, *, tokens=2, caption="", image_dim=None, config=None):
-    """A video, and its line."""
     model = (config or make_wan_config()).model
     shape = (*size, model.channels)
     tensors = {
@@ -139,9 +138,7 @@ def test_digits_move_as_their_captions_say():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [dict(size=(5, 16, 8)), dict(channels=2), dict(first_frame="time")],
-    ids=str,
+    "changes", [dict(size=(5, 16, 8)), dict(channels=2), dict(first_frame="time")], ids=str
 )
 def test_digits_need_their_size_and_channels(changes):
     config = dit_video()
