@@ -80,10 +80,10 @@ def test_temperature_near_zero_takes_the_likeliest():
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": 0}, "top_k must be at least 1; got top_k=0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1; got top_p=0.0"),
         ({"top_p": 1.1}, "top_p=1.1"),
-        ({"seed": -1}, "seed=-1"),
+        ({"seed": -1}, "seed must be at least 0 and below 2**32; got seed=-1"),
         ({"seed": 2**32}, "seed=4294967296"),
     ],
 )
