@@ -124,7 +124,6 @@ def test_classes_are_drawn_by_label(asked, labels):
         ("--seed 4294967296", "and below 2**32; got seed=4294967296"),
         ("--out no/such/folder/a.png", "--out must lie in a folder that exists"),
         ("--out a.jpg", "--out must end in .png or .npz for images; got 'a.jpg'"),
-        ("--devices 65", "devices must be at most the number of devices; got devices=65"),
     ],
 )
 def test_wishes_that_cannot_be_served(run_dir, flags, message):

@@ -231,7 +231,10 @@ def test_config_that_cannot_be_raises(recipe, part, row):
         ("--mesh.team 16", InputError, ["mesh degrees must divide", "team=16", "for 8 devices"]),
         ("--model.heads 4 --mesh.head 8", InputError, ["heads must be divisible by head * tensor"]),
         ("--mesh.ring 3", InputError, ["product of the mesh degrees must be", "for 8 devices"]),
-        ("--devices 65", InputError, ["devices must be at most", "devices=65, and there are 64"]),
+        (
+            *("--devices 65", InputError),
+            ["devices must be at most the number of devices; got devices=65, and there are 64"],
+        ),
         (
             *("--model.mlp-width 33 --mesh.tensor 2", InputError),
             ["tensor must divide", "mlp", "size 33"],
