@@ -100,14 +100,12 @@ def assert_same_bits(found, expected):
     ("old", "old_spec", "new", "new_spec"),
     [
         ((8,), PartitionSpec("x"), (4,), PartitionSpec("x")),
-        ((8,), PartitionSpec("x"), (4,), PartitionSpec(None, "x")),
         ((2, 4), PartitionSpec("x", "y"), (4,), PartitionSpec()),
         ((4,), PartitionSpec(), (2, 4), PartitionSpec("y", "x")),
         ((8,), PartitionSpec(None, "x"), (1,), PartitionSpec()),
-        ((1,), PartitionSpec(), (64,), PartitionSpec()),
     ],
 )
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow_except_every(4)
 def test_checkpoint_restores_on_another_mesh(tmp_path, old, old_spec, new, new_spec):
     state = make_state()
     state = jax.device_put(state, shardings_of(state, make_mesh(*old), old_spec))

@@ -75,20 +75,6 @@ def test_a_plan_keeps_what_flags_give():
     assert double.inner == 4
 
 
-def test_windows_of_the_layers_are_planned():
-    """Rounds of a long ring that some layers skip, and kernels that see fewer keys."""
-
-    def parts(windows):
-        (mesh,) = found(
-            TWO_NODES, 1, model=dict(windows=windows), seq_len=2**16, mesh=MeshConfig(ring=8)
-        )
-        return mesh
-
-    whole, mixed, local = (parts(x) for x in (("none",), (64, 64, "none"), (64,)))
-    assert local.across_bytes < mixed.across_bytes < whole.across_bytes
-    assert local.parts["attention"] < mixed.parts["attention"] < whole.parts["attention"]
-
-
 def test_a_plan_for_the_rings_counts_what_they_send():
     asked = dict(model=dict(windows=(64,)), seq_len=2**16, mesh=MeshConfig(ring=8))
     (auto,), (rings,) = (

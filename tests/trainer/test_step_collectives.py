@@ -53,41 +53,28 @@ def weight_bytes(over=8, *, split=True):
 
 LAYERS, ENDS = weight_bytes()
 SPLIT, UNSPLIT = LAYERS + ENDS, sum(weight_bytes(split=False))
-SUM_OF_UNSPLIT = 2 * 7 * UNSPLIT // 8
 
 
 def received(**sent):
     return dict.fromkeys(COLLECTIVES, 0) | sent
 
 
-@pytest.mark.slow
-def test_level_0_sums_whole_gradients():
+@pytest.mark.parametrize(
+    ("level", "parts", "sent"),
+    [
+        # Remat "none" saves everything but gathered weights, so that both passes gather layers.
+        (3, 1, dict(all_gather=2 * LAYERS + ENDS, reduce_scatter=SPLIT, all_reduce=2 * UNSPLIT)),
+        (0, 1, dict(all_reduce=2 * (SPLIT + UNSPLIT))),
+        (1, 2, dict(all_gather=SPLIT, reduce_scatter=SPLIT, all_reduce=2 * UNSPLIT)),
+        (2, 2, dict(all_gather=SPLIT, reduce_scatter=2 * SPLIT, all_reduce=4 * UNSPLIT)),
+    ],
+)
+@pytest.mark.slow_except_every(4)
+def test_weights_are_gathered_and_gradients_summed_as_a_level_says(level, parts, sent):
+    """Level 2 sums those of every part of a batch, and level 1 once a step."""
     assert UNSPLIT == 4 * 60 * 7
-    assert traffic(0) == received(all_reduce=2 * 7 * (SPLIT + UNSPLIT) // 8)
-
-
-@pytest.mark.slow
-def test_level_1_gathers_and_sums_once_a_step():
-    """This holds for a batch in parts, too."""
-    assert traffic(1, parts=2) == received(
-        all_gather=7 * SPLIT // 8, reduce_scatter=7 * SPLIT // 8, all_reduce=SUM_OF_UNSPLIT
-    )
-
-
-@pytest.mark.slow
-def test_level_2_gathers_once_a_step_and_sums_every_part():
-    assert traffic(2, parts=2) == received(
-        all_gather=7 * SPLIT // 8, reduce_scatter=2 * 7 * SPLIT // 8, all_reduce=2 * SUM_OF_UNSPLIT
-    )
-
-
-def test_level_3_gathers_layers_in_both_passes():
-    """Remat "none" saves everything but gathered weights: those of all layers are never saved."""
-    assert traffic(3) == received(
-        all_gather=7 * (2 * LAYERS + ENDS) // 8,
-        reduce_scatter=7 * SPLIT // 8,
-        all_reduce=SUM_OF_UNSPLIT,
-    )
+    expected = {kind: 7 * size // 8 for kind, size in sent.items()}
+    assert traffic(level, parts=parts) == received(**expected)
 
 
 @pytest.mark.slow
