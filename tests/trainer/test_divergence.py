@@ -44,13 +44,6 @@ def test_limits_may_change_when_a_run_goes_on():
     assert {"non_finite", "non_finite_limit"} <= set(FREE_SETTINGS)
 
 
-def run(folder, *more):
-    data = folder / "data.bin"
-    np.random.default_rng(0).integers(0, 200, 10_000).astype("<u2").tofile(data)
-    flags = [*FLAGS.split(), "--data.path", str(data), "--run-dir", str(folder / "run"), *more]
-    return train.train(train.read_command_line(flags).settings)
-
-
 @pytest.mark.slow
 def test_evaluation_that_is_not_finite_ends_the_run_after_it_is_saved(tmp_path, monkeypatch):
     require = training_loop.Loop.require_finite_evaluation
@@ -60,6 +53,9 @@ def test_evaluation_that_is_not_finite_ends_the_run_after_it_is_saved(tmp_path, 
         require(self, step)
 
     monkeypatch.setattr(training_loop.Loop, "require_finite_evaluation", diverged)
+    data = tmp_path / "data.bin"
+    np.random.default_rng(0).integers(0, 200, 10_000).astype("<u2").tofile(data)
+    flags = [*FLAGS.split(), "--data.path", str(data), "--run-dir", str(tmp_path / "run")]
     with refused(NonFiniteError, "step 4"):
-        run(tmp_path)
+        train.train(train.read_command_line(flags).settings)
     assert saved_steps(tmp_path / "run") == [4]
