@@ -314,9 +314,7 @@ ADAPTERS = {
 }
 RUNS = {
     "StarTrail": (st.Degrees.startrail(8, c=2), {}),
-    "Ring, zero 3": (st.Degrees(ring=8), {"zero": 3}),
     "tensor, zero 3": (st.Degrees(tensor=2, head=2, ring=2), {"zero": 3}),
-    "LoRA": (st.Degrees.startrail(8, c=2), ADAPTERS),
     "LoRA, zero 3": (st.Degrees(data=2, head=2, ring=2), ADAPTERS | {"zero": 3}),
 }
 
