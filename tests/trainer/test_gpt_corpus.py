@@ -520,9 +520,7 @@ WRONG_DATA = [
       for name in KINDS for path in (name, "")],
     # Text.
     *[({"a_txt_gz": x}, "", {}, "a.txt.gz") for x in (b"no gzip", GZIP[:-9])],
-    (data_are("caf\u00e9".encode("latin-1")), "", {}, "Text must"),
     ({"a_jsonl": b'{"text": "one"}\n{"text": "caf\xe9"}\n'}, "", {}, "Text must"),
-    (data_are(b"ab\0c"), "", dict(validation_fraction=0.3), "Text must"),
     *[({"a_jsonl": lines('{"text": "one"}', "", x)}, "", {}, named) for x, named in WRONG_LINES],
 ]  # fmt: skip
 
