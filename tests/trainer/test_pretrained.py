@@ -514,18 +514,12 @@ def test_experts_in_one_tensor_are_those_of_a_tensor_for_each(name, tmp_path):
         open_it(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "path"),
-    [
-        ("qwen3_moe", dict(balance_rate=0.01), "mlp/choice_bias"),
-        ("qwen3_moe", dict(biases=True), "mlp/expert_down_bias"),
-        ("mixtral", dict(shared_width=4), "mlp/shared/"),
-    ],
-)
-def test_weights_that_a_family_does_not_have_are_named(name, change, path):
-    experts = dataclasses.replace(make_config(REFERENCES / name).model.experts, **change)
-    with refused(InputError, "must be those of its family", path, f"of kind {name} has"):
-        open_it(REFERENCES / name, experts=experts)
+def test_weights_that_a_family_does_not_have_are_named():
+    folder = REFERENCES / "qwen3_moe"
+    experts = dataclasses.replace(make_config(folder).model.experts, biases=True)
+    words = "must be those of its family", "mlp/expert_down_bias", "of kind qwen3_moe has"
+    with refused(InputError, *words):
+        open_it(folder, experts=experts)
 
 
 def weights_of(folder):
