@@ -142,12 +142,8 @@ def test_a_folder_is_enough_to_begin_with(tmp_path):
     assert config.diffusion == FlowConfig(shift=3.0)
     # A recipe keeps what the folder does not say.
     flags = f"dit_video --init-from {REFERENCES / 't2v'} --model.first-frame time"
-    config = read_command_line(flags.split()).settings
-    assert (config.model.text_tokens, config.model.first_frame, config.model.heads) == (
-        2,
-        "time",
-        2,
-    )
+    model = read_command_line(flags.split()).settings.model
+    assert (model.text_tokens, model.first_frame, model.heads) == (2, "time", 2)
 
 
 def test_models_in_other_formats_are_named(tmp_path):
@@ -194,12 +190,9 @@ def test_published_models_are_known():
     of_5b = fast | dict(in_channels=48, out_channels=48)
     widths = [model_of(x, "it").width for x in ({}, small, image, of_5b)]
     assert widths == [5120, 1536, 5120, 3072]
+    known = DEFAULTS | {"_class_name": "WanTransformer3DModel"}
     for values in ({}, small, image, of_5b, dict(cross_attn_norm=False, eps=1e-5)):
-        assert to_values(model_of(values, "it")) == {
-            "_class_name": "WanTransformer3DModel",
-            **DEFAULTS,
-            **values,
-        }
+        assert to_values(model_of(values, "it")) == known | values
 
 
 @pytest.mark.parametrize(
