@@ -46,16 +46,12 @@ def test_error_for_users_is_shown_without_a_traceback(kind, built_in):
     assert issubclass(kind, UserError)
 
 
-def bare_type_error():
-    settings.settings_of(3)
-
-
-def bare_value_error():
-    settings._decode(int | str | None, 3, "")
-
-
 @pytest.mark.parametrize(
-    ("fault", "kind"), [(bare_type_error, TypeError), (bare_value_error, ValueError)]
+    ("fault", "kind"),
+    [
+        (lambda: settings.settings_of(3), TypeError),
+        (lambda: settings._decode(int | str | None, 3, ""), ValueError),
+    ],
 )
 @pytest.mark.usefixtures("unchecked")
 def test_fault_of_our_own_keeps_its_traceback(fault, kind, said):
