@@ -13,18 +13,13 @@ from trainer.run.settings import names_of_paths
 from trainer.session import joined
 from trainer.task import SampleOptions
 
+PATHS_OF_DATA = ("path", "tokenizer", "chat_template", "validation_path", "cache")
+
 
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (
-            gpt_tiny(),
-            {
-                f"data.{x}"
-                for x in ("path", "tokenizer", "chat_template", "validation_path", "cache")
-            }
-            | {"init_from", "run_dir"},
-        ),
+        (gpt_tiny(), {"init_from", "run_dir", *(f"data.{x}" for x in PATHS_OF_DATA)}),
         (dit_digits(), {"data.path", "run_dir"}),
         (TextOptions(), {"prompt_file", "tokenizer"}),
         (ImageOptions(), {"out"}),
