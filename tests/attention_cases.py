@@ -275,8 +275,7 @@ def listed(rows, **common) -> list[Case]:
 
 
 def draw_problem(rng, *, batch, lengths, heads, dtype, segments) -> Problem:
-    """Widths are distinct primes, so that no transpose can hide; narrow dtypes have one width, as
-    jax.nn wants, and dlse = 0, which it does not know."""
+    """Widths are primes, so that no transpose can hide; narrow dtypes have one, and dlse = 0."""
     query_len, key_len = lengths
     num_heads, kv_heads = heads
     narrow = dtype != "float32"
@@ -424,11 +423,7 @@ def assert_close(found: Result, expected: Result, bounds: Mapping[str, float]) -
 
 
 def check(case: Case, bounds: Mapping[str, float] | None = None) -> None:
-    """What every setting must do: match the oracle, rerun to the same bits, shard as the input.
-
-    Args:
-        bounds: of the errors; None for `error_bounds`.
-    """
+    """What every setting must do: match the oracle, rerun to the same bits, shard as the input."""
     arguments = place(case.attention, case.problem)
     result = forward_and_backward(case.attention, *arguments)
     expected = reference(case.problem, **case.mask_arguments)
@@ -446,13 +441,7 @@ def check(case: Case, bounds: Mapping[str, float] | None = None) -> None:
 
 
 def covering(factors: Mapping[str, Sequence], clash, seed: int = 0) -> Iterator[dict]:
-    """Few rows that together hold every pair of values of two factors, greedily (all-pairs).
-
-    Args:
-        factors: name -> values.
-        clash: whether a dict of some factors' values cannot be; looked up for pairs only.
-        seed: of the choice among equals.
-    """
+    """Few rows that hold every pair of values of two factors that does not `clash`."""
     rng = Random(seed)
 
     def pairs(row: Mapping) -> set:

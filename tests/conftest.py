@@ -1,8 +1,4 @@
-"""Every test runs on simulated CPU devices.
-
-What takes long to import is imported where it is needed: of the processes of `pytest -n 2`, the one
-that starts the others and runs no test has to be ready first.
-"""
+"""Every test runs on simulated CPU devices. Slow imports are made where they are needed."""
 
 import gc
 import os
@@ -64,11 +60,7 @@ def set_up_hypothesis():
 
 
 def check_types(*, everywhere):
-    """Lets jaxtyping check annotations at every call. Must come before the packages are imported.
-
-    Only in modules that state shapes of arrays, unless `everywhere`: small functions of numbers and
-    masks are called so often that their checks took a sixth of the time of all tests.
-    """
+    """Lets jaxtyping check annotations of the modules that state shapes, which come later."""
     import jaxtyping
 
     root = Path(__file__).parent.parent
@@ -82,21 +74,13 @@ def check_types(*, everywhere):
 
 
 def heed_ctrl_c():
-    """Gives SIGINT its usual effect, in the programs that tests start too.
-
-    A shell without job control starts a program in the background, as by `pytest &`, with SIGINT
-    ignored, and all programs that this one starts inherit that. Tests of Ctrl-C would wait in vain.
-    """
+    """Gives SIGINT its usual effect, in programs of tests too, though `pytest &` ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def compile_quickly(config):
-    """Sets up XLA here and, by the environment, in the programs that tests start.
-
-    They share a cache, so that a program that several tests need is compiled once. Every process of
-    pytest has a cache of its own, because jax could read a file that another has not finished.
-    """
+    """Sets up XLA here and in the programs that tests start; each process has its own cache."""
     import jax
 
     # Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags
@@ -132,21 +116,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Spares Python the search for garbage among modules and tests, which stay.
-
-    Tracing makes many objects, which outlive many searches for younger garbage.
-    """
+    """Spares Python the search for garbage among modules, tests and traced objects, which stay."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Frees the compiled programs of a module of tests when it is done.
-
-    Each takes some maps of memory, of which Linux gives a process no more than 65,530: the next to
-    be compiled would crash.
-    """
+    """Frees compiled programs, each of which takes some of the 65,530 maps of a process."""
     import jax
 
     yield
@@ -157,8 +134,7 @@ def forget_programs():
 
 @pytest.fixture
 def compile_well():
-    """Full optimisation, for a test that computes more than it compiles, or that needs the products
-    of 16-bit arrays to be float32: on a CPU, only optimised programs have that."""
+    """Full optimisation: quicker to compute, and products of 16-bit arrays on a CPU are float32."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")

@@ -1,12 +1,4 @@
-"""cuDNN's attention kernels in plain JAX: what the backends built on them make of them, anywhere.
-
-The same contract as the real calls, in `startrail_jax.blocks.cudnn`: masks full or causal from the
-top left, the latter with a window if there are as many keys as queries; segments, outside of which
-results are NaN; logits and softmax in float32; probabilities (and their gradients) rounded
-for the products that follow; results rounded to the dtype of q; and a backward pass that takes any
-lse and computes delta from out and dout. Unlike them it serves float32 and any head_dim, so that
-errors of float32 size prove what is around the kernels.
-"""
+"""cuDNN's attention kernels in plain JAX, by the contract of `startrail_jax.blocks.cudnn`."""
 
 import dataclasses
 import functools
@@ -73,12 +65,7 @@ def gradients(q, k, v, lse, out, dout, scale, causal, window=0, segments=None):
 
 
 def install(monkeypatch, calls=None):
-    """Puts the emulation in the place of the kernels, and lifts their limits but for masks.
-
-    Args:
-        calls: a list, for (name of the kernel, (queries, keys, mask)) of every call that runs; the
-            mask is whether it is causal, or the number of keys in its window.
-    """
+    """Replaces the kernels, and lists their calls: (name, (queries, keys, causal or window))."""
     real = cudnn.refusal
     usual = dict(
         platform="cuda", capability=(9, 0), dtype="bfloat16", head_dim=64, value_head_dim=64
@@ -91,10 +78,7 @@ def install(monkeypatch, calls=None):
 
 
 def short_levels(monkeypatch):
-    """Lets documents of a few tokens have several levels, of whatever length they are.
-
-    Compiled programs with other levels are dropped; call `jax.clear_caches()` again at the end.
-    """
+    """Lets documents of a few tokens have several levels; clear jax's caches at the end."""
     for name, tokens in (("STEP", 2), ("LEAST", 4), ("SHORTEST", 1)):
         monkeypatch.setattr(packed, name, tokens)
     jax.clear_caches()

@@ -1,9 +1,4 @@
-"""The package fa4-jax in plain JAX: the two functions that `startrail_jax.blocks.fa4` calls.
-
-Bands are counted from the last query and the last key, of each segment if there are segments;
-results outside of segments are NaN. Float32 is served too, so that errors of float32 size prove
-what is around the kernels.
-"""
+"""The functions of fa4-jax that `startrail_jax.blocks.fa4` calls, in plain JAX."""
 
 import dataclasses
 import sys

@@ -1,8 +1,4 @@
-"""The function of jax-linear-attention that `startrail_jax.linear.jla` calls, in plain JAX.
-
-It takes one token after another, in float32 too, so that errors of float32 size prove what is
-around the kernels. Like the package, it knows of no manual mesh axes.
-"""
+"""The function of jax-linear-attention that `startrail_jax.linear.jla` calls, token by token."""
 
 import dataclasses
 import sys

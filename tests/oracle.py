@@ -1,23 +1,10 @@
-"""Dense attention in float64 NumPy, global view, natural token order: the reference of the tests.
-
-It imports nothing of the package and nothing of JAX, and shares no formula with them but the
-definition. Its own gradients are derived by hand and checked by finite differences.
-
-    s = scale q k^T,  p = exp(s - lse),  out = p v,  lse = log sum exp s    (over visible keys)
-    dv = p^T dout,  ds = p * (dout v^T - rowsum(dout * out) + dlse)      (ds is dbias too)
-    dq = scale ds k,  dk = scale ds^T q
-
-A soft cap c makes the logits c tanh(s / c). A bias [1 or B, 1 or N, T, S], and -slope |i - j| for
-slopes [N], are added to that. A sink is one more key, of a given logit and value 0. Dropout
-multiplies each p by a factor [B, N, T, S] after the softmax, in out and in what it makes of dout.
-
-Shapes: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], lse [B, N, T].
-"""
+"""Dense attention in float64 NumPy, in natural token order: the reference of the tests."""
 
 from typing import NamedTuple
 
 import numpy as np
 
+# Shapes: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], lse [B, N, T].
 # lse of a row that sees no key.
 EMPTY = -1e30
 
@@ -29,15 +16,7 @@ class Gradients(NamedTuple):
 
 
 def visible(query_len, key_len, *, causal=False, window=None, rule=None, segment_ids=None):
-    """Which key each query sees: bool [B or 1, T, S].
-
-    Args:
-        causal: query i sees keys j <= i.
-        window: query i sees keys j > i - window.
-        rule: a function of i and j that says whether query i sees key j.
-        segment_ids: [B, T], or a pair [B, T], [B, S]: equal ids see each other, and a negative
-            id sees nothing and is not seen.
-    """
+    """Which keys j each query i sees, [B or 1, T, S]; `rule` is a function of i and j."""
     query, key = np.arange(query_len)[:, None], np.arange(key_len)[None, :]
     seen = np.ones((1, query_len, key_len), bool)
     if causal:

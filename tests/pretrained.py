@@ -1,7 +1,4 @@
-"""Tiny pretrained models, and what this program computes with them beside PyTorch.
-
-`tests/parity/make_references.py` makes them.
-"""
+"""Tiny pretrained models of `tests/parity/make_references.py`, and what is computed with them."""
 
 import dataclasses
 import functools
@@ -50,10 +47,7 @@ def make_config(folder, **changes):
 
 
 def with_adapters(family, targets, folder, size=1.0):
-    """Random weights of a reference, without their adapters and with them; and the adapters.
-
-    The folders `base` and `merged` have the files of the first two.
-    """
+    """Random weights of a reference, in `base` and with adapters in `merged`; and the adapters."""
     lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
     config = make_config(REFERENCES / family, lora=lora)
     kind = read_description(REFERENCES / family).family

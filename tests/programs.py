@@ -1,5 +1,4 @@
-"""Small training programs, lowered from shapes alone, to be read; runs that share programs; and how
-a run is interrupted."""
+"""Small training programs, lowered from shapes; runs that share programs or are cut off."""
 
 import json
 import os
@@ -191,10 +190,7 @@ PREPARE = Program.__init__
 
 @contextmanager
 def shared_programs():
-    """Has all programs that compute alike share what they trace and compile, from here on.
-
-    Otherwise every run of a test would trace and compile what the run before it did.
-    """
+    """Has all programs that compute alike share what they trace and compile, from here on."""
     made = {}
 
     def prepare_once(self, config, attention, objective):

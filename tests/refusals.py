@@ -1,8 +1,4 @@
-"""Errors: a test asserts the type, and the names and values that the message must contain.
-
-with refused(InputError, "must be at least 1", window=0):
-    st.Attention(mesh, causal=True, window=0)
-"""
+"""Errors: a test asserts the type, and the names and values that the message must contain."""
 
 from contextlib import contextmanager
 

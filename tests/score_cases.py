@@ -208,11 +208,7 @@ def of_oracle(problem, learnt, **told):
 
 
 def jax_nn_with_scores(problem, learnt, *, softcap=None, factors=None, **mask):
-    """What jax.nn.dot_product_attention makes of the same input on one device, and its gradients.
-
-    It knows a bias. The rest is put where jax.nn would have it: the cap between its scale and its
-    bias, a sink as one more key of value 0, dropout on the probabilities that it has rounded.
-    """
+    """What jax.nn makes of the input, with scores where it would have them, and its gradients."""
     seen = oracle.visible(
         problem.query.shape[1], problem.key.shape[1], segment_ids=problem.segment_ids, **mask
     )

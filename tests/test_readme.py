@@ -151,10 +151,7 @@ class Understood(BaseException):
 
 
 def calls(page):
-    """The programs that the shell blocks and the inline code of a page call: lists of words.
-
-    The number of devices of a call is that which its block names, or 8.
-    """
+    """The programs that blocks and inline code of a page call, (words, number of devices or 8)."""
     text = page.read_text()
     found = []
     for block in blocks(page, "sh"):

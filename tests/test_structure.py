@@ -1,10 +1,4 @@
-"""Who may import whom, read from the source of every file.
-
-    python tests/test_structure.py    prints the sizes of the house
-
-The house has two wings: `startrail_jax`, the op, which is all that the wheel ships, and the program
-that trains with it. Imports go downwards only, in the order of `LAYERS`.
-"""
+"""Who may import whom. `python tests/test_structure.py` prints the sizes of the house."""
 
 import ast
 import collections
@@ -238,11 +232,7 @@ def test_no_module_is_for_everything():
 
 
 def sizes():
-    """(name, number) of what says how large the house is.
-
-    An arrow is a unit of `LAYERS` that imports another; a floor is a unit of the longest chain of
-    arrows.
-    """
+    """How large the house is: an arrow is a unit that imports another, floors a chain of them."""
     arrows = collections.defaultdict(set)
     for module, path in modules().items():
         if module != OP and (unit := unit_of(module)[0]):

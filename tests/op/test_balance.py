@@ -175,8 +175,7 @@ def dense(query, key, value, window=None):
 @pytest.mark.parametrize("by_memory", ["shift", "positions", "window", "order"])
 @pytest.mark.slow_except_every(4)
 def test_what_code_of_others_does_by_memory_is_right_on_one_axis(by_memory):
-    """Targets are shifted after tokens were sharded, positions counted, layers with a window take
-    another function, and tokens were never sharded."""
+    """Targets are shifted late, positions counted, windows by place, tokens never sharded."""
     ours = attention(D(team=4, ring=2), balance="exchange")
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 19, (2, 32))

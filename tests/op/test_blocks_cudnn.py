@@ -140,8 +140,7 @@ def test_custom_calls_with_segments_are_those_that_jax_makes(jax_own, causal, wi
 
 
 def test_window_of_jax_nn_is_the_length_of_the_call(jax_own):
-    """What jax makes of `local_window_size`: keys before the query, of which the call counts one
-    more, the query's own."""
+    """jax counts keys before the query, and the call one more, the query's own."""
     q = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
     attend = lambda q, k, v: jax.nn.dot_product_attention(  # noqa: E731
         q, k, v, is_causal=True, local_window_size=(4, 0), scale=0.3, implementation="cudnn"

@@ -34,8 +34,7 @@ CASES = listed(
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """Kernels that are emulated, several short levels, and a list that grows with each pass of
-    tiles."""
+    """Emulated kernels, several short levels, and a list that grows with each pass of tiles."""
     fake_cudnn.install(monkeypatch)
     fake_cudnn.short_levels(monkeypatch)
     visits = []

@@ -1,8 +1,4 @@
-"""Complete language models in NNX and in Linen, written as for one device, and made parallel.
-
-Both have rotary positions, grouped queries, remat and a scan over layers. docs/attention.md counts
-the lines that a user changes to shard the sequences of such a model.
-"""
+"""Complete language models in NNX and in Linen, written as for one device, and made parallel."""
 
 import functools
 

@@ -45,8 +45,7 @@ def both(attention, *inputs):
 
 @pytest.mark.quick
 def test_a_part_waits_for_the_last_but_one_in_both_passes():
-    """Four parts: the third and the fourth begin late in the forward pass, and so do the first and
-    the second in the backward pass."""
+    """Four parts: two begin late in the forward pass, and two in the backward pass."""
     inputs = [jnp.zeros((1, 8, heads, 8)) for heads in (16, 4, 4)]
     one, four = (
         str(jax.make_jaxpr(functools.partial(both, attention_over(Degrees(team=2), n)))(*inputs))

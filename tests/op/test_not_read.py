@@ -1,7 +1,4 @@
-"""What must not be read is not: NaN in unused slots of a cache and in padding changes nothing.
-
-Also what users switch on to find faults: x64, strict promotion of dtypes, the transfer guard.
-"""
+"""NaN in unused slots and padding changes nothing; nor do x64, strict types, transfer guards."""
 
 import dataclasses
 import itertools

@@ -235,11 +235,7 @@ def compiled_for(target, degrees, *flags, options=None):
 
 
 def ring_bytes(setting, backward):
-    """What a device receives round the ring, forward and backward, by the closed form.
-
-    The first hop of a gradient brings the result of one kernel, which XLA may send as it is, in
-    bfloat16, and widen on arrival: the second number.
-    """
+    """Bytes that a device receives; and with the first gradients in bfloat16, as XLA may."""
     degrees, args = SETTINGS[setting], benchmark.parse_attention(SIZES)
     query = 2 * args.tokens * args.heads * args.head_dim * degrees.team
     keys = 2 * 2 * args.tokens * args.kv_heads * args.head_dim * degrees.group

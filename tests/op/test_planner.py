@@ -1,5 +1,4 @@
-"""The planner: bytes through ports are those of `st.communication`, seconds follow by hand, and its
-best is the best of all."""
+"""The planner: bytes of `st.communication`, seconds by hand, and its best is the best of all."""
 
 import dataclasses
 import itertools
@@ -135,8 +134,7 @@ def test_bytes_are_those_of_communication(causal, nodes, gpus):
 )
 @pytest.mark.slow_except_every(3)
 def test_bytes_of_windows_are_those_of_communication(nodes, gpus, window):
-    """Rounds that a window skips send nothing, hops over them go further, and where only the keys
-    are sent that it shows, these are counted."""
+    """Rounds that a window skips send nothing, and sparse exchanges send what it shows."""
     check_bytes(nodes, gpus, window=window)
 
 
@@ -468,11 +466,7 @@ def case_of(head):
 
 
 def predicted(head, names, *, free=True):
-    """Milliseconds of the rows of a case.
-
-    Its arithmetic is that of the kernels alone, or if `free` the fastest row without limits, of
-    which the messages are taken off here.
-    """
+    """Milliseconds of rows: with the arithmetic of the kernels, or if `free` of the fastest row."""
     where, asked = case_of(head)
     passes, *_, arithmetic = head
     # The machine's own latency, which the links of most cases do not exceed.
@@ -488,8 +482,7 @@ APART = 0.1
 
 
 def kendall(found, measured):
-    """Kendall's tau of settings that are measured `APART`: 1 if both have the same order, -1 if the
-    opposite one. Settings that differ by less change places from one round to the next."""
+    """Kendall's tau over the pairs of settings whose measured times are `APART`."""
     signs = [
         np.sign((found[i] - found[j]) * (measured[i] - measured[j]))
         for i, j in itertools.combinations(range(len(found)), 2)
@@ -499,8 +492,7 @@ def kendall(found, measured):
 
 
 def followed(path, **options):
-    """Of the cases of a file: errors of all rows, Kendall's tau of each case (of rows that are
-    apart), and time of the predicted best over that of the fastest."""
+    """Errors of all rows; of each case Kendall's tau, and the predicted best over the fastest."""
     errors, ranks, picks = [], [], []
     for case in measured_cases(path):
         head, rows = case.values
@@ -518,8 +510,7 @@ def test_order_of_settings_is_compared():
 
 
 def test_predictions_follow_what_emulated_clusters_measured():
-    """The rate is that which the links were given, and the latency that of a short message of the
-    machine: see the file."""
+    """Rate and latency are those of the machine: see the file."""
     errors, ranks, picks = followed(MEASURED)
     assert np.median(errors) < 0.06
     assert np.mean(errors < 0.15) > 0.92

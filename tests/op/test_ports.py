@@ -1,7 +1,4 @@
-"""Who sends what to whom, and what of it goes through the ports of the nodes.
-
-`test_communication_bytes.py` compares the messages with those of compiled programs.
-"""
+"""Who sends what to whom, and what of it goes through the ports of the nodes."""
 
 import itertools
 

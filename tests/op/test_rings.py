@@ -135,8 +135,7 @@ def test_zigzag_balances_the_block_work_and_wastes_little(degrees):
 
 
 def met_and_been(cycles, offsets, *, direction, unrolled, mark):
-    """Sends numbers round. Row p says whom device p met, as `mark` of the distance, and row p of
-    the second array says where traveller p has been."""
+    """Whom each device met, as `mark` of the distance, and where each traveller has been."""
     size = cycles[0].axis.degree
     mesh = jax.make_mesh(
         (size,), ("ring",), devices=jax.devices()[:size], axis_types=(jax.sharding.AxisType.Auto,)

@@ -276,8 +276,7 @@ def some_masks():
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.slow_except_every(2)
 def test_exactly_what_is_seen_moves_once(kind):
-    """Of drawn masks: each key that a rank needs counts there once, and no other key does, but for
-    gaps of less than a block; no rank sends or receives two pieces in a move."""
+    """Each key that a rank needs counts there once; no rank has two pieces in a move."""
     rng = np.random.default_rng(1)
     for mask, dense in itertools.islice(some_masks(), 0, None, 2):
         degree = int(rng.integers(2, 10))
