@@ -53,14 +53,6 @@ def test_gradients_match_finite_differences(name):
         np.testing.assert_allclose(gradient, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_equal_keys_average_their_values():
-    query, key, value, _, _ = arrays()
-    key = np.broadcast_to(key[:, :1], key.shape)
-    out, _ = oracle.attention(query, key, value)
-    mean = value.mean(1)[:, None, :, :]
-    np.testing.assert_allclose(out, np.broadcast_to(mean, out.shape), rtol=1e-12)
-
-
 def test_causal_running_mean_and_lse():
     query, key, value, _, _ = arrays()
     zero = np.zeros_like(query)
@@ -91,36 +83,3 @@ def test_two_keys_by_hand():
     np.testing.assert_allclose(dq.ravel(), 0.75 * np.log(3.0) / 2.0)
     np.testing.assert_allclose(dk.ravel(), [-1.5, 1.5])
     np.testing.assert_allclose(dv.ravel(), [0.25, 0.75])
-
-
-def test_packed_documents_are_separate_attentions():
-    query, key, value, _, _ = arrays()
-    ids = np.array([[0, 0, 0, 1, 1, 1, 1]] * 2)
-    out, lse = oracle.attention(query, key, value, causal=True, segment_ids=ids)
-    for part in (slice(0, 3), slice(3, 7)):
-        alone = oracle.attention(query[:, part], key[:, part], value[:, part], causal=True)
-        np.testing.assert_allclose(out[:, part], alone[0], rtol=1e-12)
-        np.testing.assert_allclose(lse[:, :, part], alone[1], rtol=1e-12)
-
-
-def test_padding_sees_nothing_and_is_not_seen():
-    query, key, value, dout, dlse = arrays()
-    out, lse = oracle.attention(query, key, value, segment_ids=PACKED)
-    assert (out[1, 5:] == 0).all()
-    assert (lse[1, :, 5:] == oracle.EMPTY).all()
-    alone, _ = oracle.attention(query[1:, :5], key[1:, :5], value[1:, :5])
-    np.testing.assert_allclose(out[1:, :5], alone, rtol=1e-12)
-    for gradient in oracle.gradients(query, key, value, dout, dlse, segment_ids=PACKED):
-        assert (gradient[1, 5:] == 0).all()
-
-
-def test_grouped_heads_share_their_key_head():
-    query, key, value, _, _ = arrays(kv_heads=3)
-    out, lse = oracle.attention(query, key, value)
-    for head in range(6):
-        shared = slice(head // 2, head // 2 + 1)
-        alone = oracle.attention(
-            query[:, :, head : head + 1], key[:, :, shared], value[:, :, shared]
-        )
-        np.testing.assert_allclose(out[:, :, head : head + 1], alone[0], rtol=1e-12)
-        np.testing.assert_allclose(lse[:, head : head + 1], alone[1], rtol=1e-12)

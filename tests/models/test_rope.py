@@ -12,22 +12,6 @@ from refusals import refused
 from startrail_jax.errors import InputError
 
 
-def test_rotary_logits_depend_on_the_distance_alone():
-    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 3, 8))
-    rope = Rope(head_dim=8, base=100.0)
-
-    @jax.jit
-    def logits(query_position, key_position):
-        def turned(x, position):
-            return rotate(x, rope.rotation(jnp.full((1, 1), position)))
-
-        return jnp.sum(turned(query, query_position) * turned(key, key_position), axis=-1)
-
-    np.testing.assert_allclose(logits(7, 3), logits(104, 100), atol=1e-4)
-    np.testing.assert_allclose(logits(0, 0), jnp.sum(query * key, axis=-1), atol=1e-6)
-    assert (jnp.abs(logits(7, 3) - logits(3, 7)) > 1e-3).any()
-
-
 def test_rotate_turns_the_pairs_of_both_halves():
     rope = Rope(head_dim=4, base=100.0)
     x = jnp.array([1.0, 0.0, 0.0, 1.0]).reshape(1, 1, 1, 4)

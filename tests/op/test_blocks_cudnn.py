@@ -1,7 +1,6 @@
 """The cuDNN backend: custom calls that are jax's own, pieces of masks, limits."""
 
 import functools
-import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -18,14 +17,12 @@ import fake_cudnn
 import oracle
 import startrail_jax as st
 from attention_cases import make_attention
-from refusals import refused
 from startrail_jax import blocks
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.pieces import pieces_by_offset, pieces_of_window
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.errors import UnsupportedError
 from startrail_jax.masks import BlockCausal, Causal, Full, Window
 from startrail_jax.rings.schedule import ring_offsets, unit_cases
 from startrail_jax.tokens.layout import Layout
@@ -187,28 +184,6 @@ def check_pieces(visibility, pieces):
     queries, keys = np.asarray(visibility.query_positions), np.asarray(visibility.key_positions)
     seen = visibility.mask.visible(queries[:, None], keys[None, :])
     np.testing.assert_array_equal(counted(pieces, len(queries), len(keys)), seen)
-
-
-@pytest.mark.slow_except_every(9)
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("degree", [1, 2, 6, 12])
-def test_pieces_hold_every_visible_pair_once(kind, degree):
-    layout, seq_len = Layout(kind, degree), 6 * degree
-    sizes = [n for n in range(1, degree + 1) if degree % n == 0]
-    for query_ranks, key_ranks in itertools.product(sizes, sizes):
-        units = itertools.product(range(degree // query_ranks), range(degree // key_ranks))
-        pairs = [
-            (
-                layout.unit_positions(seq_len, i * query_ranks, query_ranks),
-                layout.unit_positions(seq_len, j * key_ranks, key_ranks),
-            )
-            for i, j in units
-        ]
-        offsets = tuple(key.starts[0] - query.starts[0] for query, key in pairs)
-        for query, key in pairs:
-            mask = Visibility(Causal(), query_runs=query, key_runs=key, offsets=offsets)
-            index, cases = mask.cases()
-            check_pieces(mask, cases[int(index)])
 
 
 def test_pieces_of_a_window_hold_every_visible_pair_once():
@@ -438,13 +413,6 @@ def test_limits_are_named_and_auto_goes_on(changed, message):
 )
 def test_auto_takes_cudnn_where_it_serves(changed):
     assert blocks.choose("auto", Request(**REQUEST | changed)) == blocks.Choice(FLASH, {})
-
-
-def test_attention_names_what_a_backend_lacks():
-    attention = make_attention(st.Degrees(), backend="cudnn")
-    x = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
-    with refused(UnsupportedError, "'cpu'"):
-        attention(x, x, x)
 
 
 def test_abstract_mesh_is_of_the_devices_that_jax_has(monkeypatch):

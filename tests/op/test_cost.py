@@ -13,7 +13,6 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.options import Options
 from startrail_jax.rings.sizes import Sizes, traveller
-from startrail_jax.traffic import COLLECTIVES
 
 pytestmark = pytest.mark.quick
 
@@ -28,21 +27,12 @@ def report(degrees, **options):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "options", "units"),
-    [
-        (D.ring_attention(64), {}, 126),
-        (D.all_gather(64), {}, 126),
-        (D.startrail(64, c=4), PAPER, 44),
-        (D.startrail(64, c=8), PAPER, 44),
-        (D.startrail(64, c=4), {}, 36),
-        (D.startrail(64, c=8), {}, 28),
-        (D(team=8, ring=8), {}, 28),
-        (D.ulysses(64), {}, 4 * 63 / 64),
-    ],
+    ("degrees", "units"),
+    [(D.ring_attention(64), 126), (D.all_gather(64), 126), (D.ulysses(64), 4 * 63 / 64)],
     ids=str,
 )
-def test_forward_units_at_64_devices(degrees, options, units):
-    assert report(degrees, **options).forward.units == units
+def test_forward_units_at_64_devices(degrees, units):
+    assert report(degrees).forward.units == units
 
 
 @pytest.mark.parametrize("kv_heads", [64, 16, 1])
@@ -111,15 +101,6 @@ def test_gradients_of_copied_key_heads_are_sent_in_float32():
     # Exchanges of dout and dq, and of dk and dv.
     assert whole.by_collective["all_to_all"] == 3 * (2 * query + 2 * key) // 4
     assert copied.by_collective["all_to_all"] == 3 * (2 * query + 2 * 2 * key) // 4
-
-
-def test_total_is_forward_and_backward():
-    result = report(D.startrail(16, c=2, head=2), kv_heads=16, packed=True)
-    assert result.total.received_bytes == sum(result.total.by_collective.values())
-    for kind in COLLECTIVES:
-        parts = result.forward.by_collective[kind] + result.backward.by_collective[kind]
-        assert result.total.by_collective[kind] == parts
-    assert result.total.units == result.forward.units + result.backward.units
 
 
 def test_printed_communication_is_a_table():

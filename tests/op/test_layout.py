@@ -121,23 +121,7 @@ def test_rank_that_does_not_exist_is_refused(rank):
         Layout("zigzag", 4).indices(16, rank)
 
 
-@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
-def test_sorted_unit_is_in_order_and_sorting_reverses(kind, size, units, count):
-    layout = Layout(kind, size * units)
-    seq_len = layout.multiple * count
-    for index in range(units):
-        ranks = range(index * size, (index + 1) * size)
-        gathered = jnp.concatenate([jnp.asarray(layout.indices(seq_len, r)) for r in ranks])[None]
-        in_order = layout.sort_unit(gathered, size, axis=1)
-        np.testing.assert_array_equal(in_order[0], np.sort(gathered[0]))
-        np.testing.assert_array_equal(
-            layout.unit_positions(seq_len, index * size, size).vector(), in_order[0]
-        )
-        np.testing.assert_array_equal(layout.unsort_unit(in_order, size, axis=1), gathered)
-
-
 @given(st.sampled_from(KINDS), *[st.integers(1, 4) for _ in range(3)], st.integers(1, 3), st.data())
-@pytest.mark.slow
 def test_unit_of_blocks_apart_is_sorted_as_its_ranks_come(kind, size, blocks, more, count, data):
     """Ranks first + i * apart + j, as the group gathers them."""
     apart = size + data.draw(st.integers(0, 3))

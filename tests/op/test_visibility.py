@@ -65,14 +65,3 @@ def test_visible_tiles_of_packed_documents_leave_out_other_documents_and_padding
     mask = Visibility(query_segments=ids, key_segments=ids)
     tiling = Tiling.of(8, 1, 2)
     np.testing.assert_array_equal(visible_tiles(mask, tiling, tiling), np.diag([1, 1, 1, 0]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [1, 5, 20])
-def test_units_meet_is_brute_force(kind, window):
-    layout, seq_len = Layout(kind, 4), 48
-    for query, key, query_positions, key_positions in unit_pairs(layout, seq_len, (2, 1)):
-        distance = query_positions[:, None] - key_positions
-        expected = ((distance >= 0) & (distance < window)).any()
-        meet = resolve(None, causal=True, window=window).meet(query, key)
-        assert meet == expected
