@@ -121,6 +121,11 @@ def one_axis(degrees):
 HOST_AXES = ("fsdp", "context", "model")
 
 
+# Options of an attention that `st.communication` takes too.
+OPTIONS = ("published", "backward", "inner", "head_chunks", "keep_gathered", "gradient_dtype")
+OPTIONS += ("exchange", "balance")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A problem (mask, heads, length, dtype) and a setting (everything else)."""
@@ -194,16 +199,7 @@ class Case:
         return st.Attention(
             self.mesh,
             mask=mask,
-            layout=self.layout,
-            backward=self.backward,
-            published=self.published,
-            inner=self.inner,
-            head_chunks=self.head_chunks,
-            keep_gathered=self.keep_gathered,
-            gradient_dtype=self.gradient_dtype,
-            exchange=self.exchange,
-            balance=self.balance,
-            backend=self.backend,
+            **{name: getattr(self, name) for name in ("layout", "backend", *OPTIONS)},
             **(one_axis(self.degrees) if self.one_axis else {}),
             **({} if mask else self.mask_arguments),
         )

@@ -21,6 +21,7 @@ from attention_cases import (
     assert_close,
     natural,
     place,
+    reference,
     relative_error,
 )
 from startrail_jax.blocks.scores import Dropout
@@ -192,9 +193,9 @@ def put_learnt(attention, learnt):
 def of_oracle(problem, learnt, **told):
     """The oracle's Result, and its gradients of what is learnt."""
     inputs = problem.query, problem.key, problem.value
+    wanted = reference(problem, **told, **learnt)
     told = dict(told, **learnt, segment_ids=problem.segment_ids)
     arguments = *inputs, problem.dout, problem.dlse
-    wanted = Result(*oracle.attention(*inputs, **told), *oracle.gradients(*arguments, **told))
     found = {}
     if "sinks" in learnt:
         found["sinks"] = oracle.sink_gradient(*arguments, **told)

@@ -125,6 +125,8 @@ OF_SCORES = [
         ("[1 or 2, 1 or 4, 32, 32]; got float32 [2, 1, 32, 31]",
          dict(bias=jnp.zeros((2, 1, 32, 31)))),
         ("got int32", dict(bias=jnp.zeros((2, 1, 32, 32), int))),
+        *(("sinks must be floats [heads] = [4]", dict(sinks=x))
+          for x in (jnp.zeros(3), jnp.zeros((4, 1)), jnp.zeros(4, int))),
         ("dropout_rate=1.0", dict(dropout_rng=RNG, dropout_rate=1.0)),
         ("dropout_rate=None", dict(dropout_rate=None)),
         ("[1 or 2, 1 or 4, 32, 32]; got int32 [2, 32]. The fourth argument is a bias",
@@ -222,19 +224,18 @@ def put(attention, x, *spec):
     return jax.device_put(x, NamedSharding(attention.mesh, P(*spec)))
 
 
+@pytest.mark.parametrize("axes", ["ring", ("team", "ring"), None])
 @pytest.mark.parametrize("wrong", ["query", "key", "value", "segment_ids"])
-def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong):
+def test_wrong_sharding_on_an_explicit_mesh_is_refused(wrong, axes):
+    """Too few axes, the same ones in another order, and an array on no mesh."""
     attend = attention(D(ring=2, team=2), axis_type="explicit")
-    arrays = {
-        name: put(attend, array(), None, ("ring", "team")) for name in ("query", "key", "value")
-    }
-    arrays["segment_ids"] = put(attend, ids(), None, ("ring", "team"))
-    arrays[wrong] = put(attend, np.asarray(arrays[wrong]), None, "ring")
-    arguments = [arrays[name] for name in ("query", "key", "value")]
-    with refused(InputError, f"{wrong} must", "('ring', 'team')"):
-        attend(*arguments, segment_ids=arrays["segment_ids"])
-    with refused(InputError, f"{wrong} must", "('ring', 'team')"):
-        jax.jit(attend)(*arguments, segment_ids=arrays["segment_ids"])
+    arrays = dict.fromkeys(("query", "key", "value"), array()) | {"segment_ids": ids()}
+    for name, x in arrays.items():
+        if name != wrong or axes:
+            arrays[name] = put(attend, x, None, axes if name == wrong else ("ring", "team"))
+    for call in (attend, jax.jit(attend)):
+        with refused(InputError, f"{wrong} must", "('ring', 'team')", str(axes or "device_put")):
+            call(**arrays)
 
 
 def test_array_of_another_mesh_is_refused():
@@ -273,38 +274,18 @@ def test_numbers_of_each_head_are_replicated_on_an_explicit_mesh(name):
         attend(x, x, x, **{name: numbers})
 
 
-def test_permuted_order_of_axes_is_refused():
-    """The same axes in another order put the shards on other devices."""
-    attend = attention(D(ring=2, team=2), axis_type="explicit")
-    x = put(attend, array(), None, ("team", "ring"))
-    with refused(InputError, "query", "('team', 'ring')"):
-        attend(x, x, x)
-
-
 # Inside a shard_map of the user's own -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key_len", "ids", "message"),
-    [
-        (6, "query", "got only one"),
-        (4, None, "got 12 queries and 8 keys"),
-        (5, "none", "got 12 queries and 10 keys"),
-    ],
-)
-def test_local_refuses_shards_that_do_not_fit(key_len, ids, message):
-    op = attention(D(ring=2))
-    query, key = jnp.zeros((1, 6, 2, 4)), jnp.zeros((1, key_len, 2, 4))
-    query_ids = jnp.zeros((1, 6), jnp.int32) if ids == "query" else None
-    with refused(InputError, message):
-        op.local(query, key, key, query_ids)
-
-
-def test_local_refuses_a_shard_of_odd_length_under_zigzag():
-    op = attention(D(ring=2), layout="zigzag")
-    x = jnp.zeros((1, 33, 2, 4))
+def test_local_refuses_shards_that_do_not_fit():
+    op, query, key = attention(D(ring=2)), jnp.zeros((1, 6, 2, 4)), jnp.zeros((1, 4, 2, 4))
+    with refused(InputError, "got only one"):
+        op.local(query, query, query, jnp.zeros((1, 6), jnp.int32))
+    with refused(InputError, "got 12 queries and 8 keys"):
+        op.local(query, key, key)
+    odd = jnp.zeros((1, 33, 2, 4))
     with refused(InputError, seq_len=66):
-        op.local(x, x, x)
+        attention(D(ring=2), layout="zigzag").local(odd, odd, odd)
 
 
 # Segment ids that would change when cut to 32 bits -----------------------------------------------

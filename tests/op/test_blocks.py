@@ -10,7 +10,7 @@ import pytest
 import fake_cudnn
 import fake_fa4
 import oracle
-from attention_cases import QUICK
+from attention_cases import FLOAT32_ERROR, QUICK, relative_error
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.blocks.base import Pair
@@ -22,9 +22,6 @@ from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
-FLOAT32 = 2e-6
-
-
 MASKS = ("full", "causal", "window", "segments", "causal segments")
 # `test_blocks_tiled.py` has more of the tiled ones.
 SERVED = [("xla", mask, kv_heads) for mask in MASKS for kv_heads in (1, 2, 6)]
@@ -51,10 +48,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(xla, "TILE_COLUMNS", 9)
     monkeypatch.setattr(tiled, "COARSE", 23)
     monkeypatch.setattr(tiled, "FINE", 7)
-
-
-def error(actual, expected):
-    return np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected)
 
 
 def random_block(query_len, key_len, kv_heads, seed=0):
@@ -103,11 +96,11 @@ def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
     expected_out, expected_lse = oracle.attention(q, k, v, scale=scale, **told)
     expected = oracle.gradients(q, k, v, dout, scale=scale, **told)
     assert out.dtype == lse.dtype == jnp.float32
-    assert error(out, expected_out) < FLOAT32
+    assert relative_error(out, expected_out) < FLOAT32_ERROR
     np.testing.assert_array_equal(np.asarray(lse) == EMPTY, expected_lse == oracle.EMPTY)
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-6, atol=2e-6)
     for actual, wanted, name in zip(gradients, expected, expected._fields, strict=True):
-        assert error(actual, wanted) < FLOAT32, name
+        assert relative_error(actual, wanted) < FLOAT32_ERROR, name
         assert actual.dtype == jnp.float32, name
 
 
@@ -131,9 +124,9 @@ def test_block_goes_on_from_what_earlier_keys_left(block, small_tiles):
 
     out, lse, dq = both(q, k, v, dout)
     expected_out, expected_lse = oracle.attention(q, k, v, scale=0.4)
-    assert error(out, expected_out) < FLOAT32
+    assert relative_error(out, expected_out) < FLOAT32_ERROR
     np.testing.assert_allclose(lse, expected_lse, atol=2e-6)
-    assert error(dq, oracle.gradients(q, k, v, dout, scale=0.4).query) < FLOAT32
+    assert relative_error(dq, oracle.gradients(q, k, v, dout, scale=0.4).query) < FLOAT32_ERROR
 
 
 @pytest.mark.slow_except_every(3)
@@ -158,7 +151,7 @@ def test_values_near_the_greatest_float32_do_not_overflow(block, small_tiles):
         return merge_partials(block.forward(rest, state))[0]
 
     expected, _ = oracle.attention(q, k, v, scale=0.4)
-    assert error(np.asarray(forward(q, k, v), np.float64), expected) < FLOAT32
+    assert relative_error(np.asarray(forward(q, k, v), np.float64), expected) < FLOAT32_ERROR
 
 
 def test_wholly_masked_tiles_are_never_visited(small_tiles):

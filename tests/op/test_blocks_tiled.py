@@ -11,7 +11,7 @@ import pytest
 
 import fake_cudnn
 import oracle
-from attention_cases import DENSE, PATTERNS
+from attention_cases import DENSE, FLOAT32_ERROR, PATTERNS, QUICK, relative_error
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.scores import PLAIN, ScoreTile
@@ -24,9 +24,6 @@ from startrail_jax.tokens.layout import Layout
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7
 SCALE = 0.3
-FLOAT32 = 2e-6
-# What takes time here is compiling.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
@@ -123,11 +120,6 @@ CASES = {
 }
 
 
-def error(actual, expected):
-    difference = np.linalg.norm(np.asarray(actual, np.float64) - expected)
-    return difference / max(np.linalg.norm(expected), 1e-30)
-
-
 def small_tiles(monkeypatch, case):
     monkeypatch.setattr(tiled, "COARSE", case.coarse)
     monkeypatch.setattr(tiled, "FINE", case.fine)
@@ -157,16 +149,16 @@ def check_both_passes(case):
     assert {x.dtype for x in results} == {jnp.dtype(jnp.float32)}
     q, k, v, dout = (np.asarray(x, np.float64) for x in arrays)
     expected_out, expected_lse = oracle.attention(q, k, v, scale=SCALE, **case.told())
-    assert error(out, expected_out[:, queries]) < FLOAT32
+    assert relative_error(out, expected_out[:, queries]) < FLOAT32_ERROR
     expected_lse = expected_lse[:, :, queries]
     np.testing.assert_array_equal(np.asarray(lse) == EMPTY, expected_lse == oracle.EMPTY)
-    np.testing.assert_allclose(lse, expected_lse, rtol=FLOAT32, atol=FLOAT32)
+    np.testing.assert_allclose(lse, expected_lse, rtol=FLOAT32_ERROR, atol=FLOAT32_ERROR)
     of_unit = np.zeros_like(dout)
     of_unit[:, queries] = dout[:, queries]
     expected = oracle.gradients(q, k, v, of_unit, scale=SCALE, **case.told())
     rows = queries, keys, keys
     for name, actual, wanted, own in zip(expected._fields, gradients, expected, rows, strict=True):
-        assert error(actual, wanted[:, own]) < FLOAT32, name
+        assert relative_error(actual, wanted[:, own]) < FLOAT32_ERROR, name
 
 
 def worth(case):
@@ -275,7 +267,7 @@ def test_error_hardly_grows_with_the_number_of_merges(monkeypatch):
     expected = oracle.attention(*arrays[:3], scale=SCALE)
     expected += oracle.gradients(*arrays, scale=SCALE)
     for found, wanted in zip((out, lse, *gradients), expected, strict=True):
-        assert error(found, wanted) < FLOAT32
+        assert relative_error(found, wanted) < FLOAT32_ERROR
 
 
 def test_every_request_is_served_on_gpus_with_cudnn():

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import startrail_jax as st
-from attention_cases import host_mesh, make_attention, one_axis, or_causal
+from attention_cases import OPTIONS, host_mesh, make_attention, one_axis, or_causal
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.analysis.messages import read_messages
 from startrail_jax.devices.nodes import ORDERS, node_grid, nodes_of
@@ -27,11 +27,6 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # It also sends bfloat16 as float32, unless it is kept from that.
 SEND_BFLOAT16 = {"xla_disable_hlo_passes": "float-normalization-bf16"}
-
-
-# Options of an attention that `st.communication` takes too.
-OPTIONS = ("published", "backward", "inner", "head_chunks", "keep_gathered", "gradient_dtype")
-OPTIONS += ("exchange", "balance")
 
 
 @dataclass(frozen=True, kw_only=True)

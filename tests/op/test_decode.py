@@ -66,16 +66,17 @@ def decode(attention, *arrays):
     return attention.decode(*arrays)
 
 
-def decoded(attention, query, key, value, positions):
-    key, value = (attention.layout.permute(x) for x in (key, value))
-    spec = attention.key_spec(key.shape[2])
-    query_spec = attention.decode_spec(query.shape[2])
-    placed = (
+def place(attention, query, key, value, positions):
+    spec, query_spec = attention.key_spec(key.shape[2]), attention.decode_spec(query.shape[2])
+    return (
         put(attention, query, query_spec),
-        put(attention, key, spec),
-        put(attention, value, spec),
+        *(put(attention, attention.layout.permute(x), spec) for x in (key, value)),
         put(attention, positions, P(query_spec[0])),
     )
+
+
+def decoded(attention, *problem):
+    placed = place(attention, *problem)
     out = decode(attention, *placed)
     assert out.sharding.is_equivalent_to(placed[0].sharding, 4)
     return np.asarray(out)
@@ -93,11 +94,7 @@ def test_gradients_flow_through_decode(degrees):
     attention, (query, key, value, positions) = attention_on(degrees), draw()
     rng = np.random.default_rng(1)
     dout = rng.normal(size=(*query.shape[:3], VALUE_DIM)).astype("f4")
-    spec = attention.key_spec(key.shape[2])
-    query_spec = attention.decode_spec(query.shape[2])
-    placed = [put(attention, query, query_spec)]
-    placed += [put(attention, attention.layout.permute(x), spec) for x in (key, value)]
-    positions_there = put(attention, positions, P(query_spec[0]))
+    *placed, positions_there = place(attention, query, key, value, positions)
     found = jax.jit(
         jax.grad(lambda *x: (attention.decode(*x, positions_there) * dout).sum(), argnums=(0, 1, 2))
     )(*placed)
@@ -282,6 +279,8 @@ def test_decode_errors():
     query, key, value, positions = draw()
     with refused(InputError, causal=False):
         attention_on(st.Degrees(), causal=False).decode(query, key, value, positions)
+    with refused(InputError, "mask=BlockCausal"):
+        attention_on(st.Degrees(), mask=masks.BlockCausal(4)).decode(query, key, value, positions)
     with refused(InputError, "[batch, new"):
         attention.decode(query[..., :5], key, value, positions)
     with refused(InputError, "bfloat16, float32, float32"):

@@ -80,10 +80,11 @@ def test_documents_on_hopper_are_calls_of_cudnn_and_on_ampere_tiles():
         (dict(mask=st.masks.Window(99, 5), causal=None), {}, "mask=Window(left=99, right=5)", None),
         (dict(causal=False), dict(packed=True), "documents under causal masks", None),
         ({}, dict(dtype="float32"), "got float32", "got float32"),
+        (dict(softcap=50.0), {}, "softcap=50.0", "softcap=50.0"),
         (dict(window=100), dict(head_dim=264, packed=True), "at most 256", "at most 128"),
     ],
 )
-@pytest.mark.slow_except_every(5)
+@pytest.mark.slow_except_every(3)
 def test_other_requests_go_to_tiles_which_say_where_they_are_dense(options, sizes, refusal, dense):
     explanation = attention(st.Degrees(ring=4), **options).explain(**SIZES | sizes, **HOPPER)
     assert explanation.backend == "tiled"

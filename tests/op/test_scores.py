@@ -21,15 +21,12 @@ from attention_cases import (
     Case,
     covering,
     draw_problem,
-    make_attention,
     place,
     relative_error,
 )
-from refusals import refused
 from score_cases import OF_ROWS, RATE, SOFTCAP, ScoreCase, check, of_oracle, put_learnt
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.blocks.scores import Dropout
-from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import KINDS
 
 # Scheme -> its settings, of which the covering design treats those of one scheme as one value and
@@ -193,16 +190,6 @@ def test_a_dropout_rate_of_0_changes_no_bit():
     assert programs[0] == programs[1] == programs[2]
 
 
-def test_cudnn_leaves_soft_caps_to_others():
-    mesh = jax.sharding.AbstractMesh((2,), ("ring",))
-    attention = st.Attention(mesh, layout="zigzag", softcap=50.0, causal=True)
-    sizes = dict(seq_len=4096, heads=8, head_dim=64, platform="cuda", capability=(9, 0))
-    explanation = attention.explain(**sizes)
-    assert explanation.backend == "tiled"
-    assert "softcap=50.0" in explanation.refusals["cudnn"]
-    assert "softcap=50.0" in explanation.dense
-
-
 def test_decode_has_masks_soft_caps_slopes_and_sinks():
     rng, slots = np.random.default_rng(0), 24
     problem = draw_problem(
@@ -226,20 +213,3 @@ def test_decode_has_masks_soft_caps_slopes_and_sinks():
         softcap=SOFTCAP, slopes=slopes,
     )  # fmt: skip
     assert relative_error(out, expected[rows, positions]) <= FLOAT32_ERROR
-
-
-@pytest.mark.parametrize("sinks", [jnp.zeros(3), jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32)])
-def test_sinks_of_another_shape_are_refused(sinks):
-    x = jnp.zeros((1, 8, 2, 4))
-    attention = make_attention(st.Degrees(ring=2), layout="contiguous")
-    attend = functools.partial(attention, sinks=sinks)
-    with refused(InputError, "sinks must"):
-        jax.eval_shape(attend, x, x, x)
-
-
-def test_decode_refuses_masks_that_look_ahead():
-    mesh = jax.sharding.AbstractMesh((2,), ("ring",))
-    attention = st.Attention(mesh, mask=st.masks.BlockCausal(4))
-    x = jnp.zeros((1, 8, 2, 4))
-    with refused(InputError, "mask=BlockCausal"):
-        attention.decode(x[:, :1], x, x, jnp.zeros((1, 1), jnp.int32))
