@@ -147,6 +147,21 @@ def weight_shapes(config):
     return {path_name(path): x.shape for path, x in leaves}
 
 
+def noted_hooks():
+    """Hooks that do nothing, and the names of those that are called."""
+    calls = []
+
+    def noted(name):
+        def wrap(x, *part):
+            calls.append(name)
+            return x
+
+        return wrap
+
+    names = [name for name, x in vars(Hooks()).items() if callable(x)]
+    return Hooks(**{name: noted(name) for name in names}), calls
+
+
 def shapes_of(state):
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state

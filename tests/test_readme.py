@@ -63,15 +63,21 @@ def test_readme_has_one_line_to_train_and_one_to_test(ending):
     assert command.endswith(f".venv/bin/{ending}")
 
 
-@pytest.mark.slow
-def test_python_of_readme_runs_and_is_right(monkeypatch):
-    names = run_python(README, monkeypatch)
+def right_output(names):
+    """The output of a page's attention, which is exact."""
     unpermute = names["attention"].layout.unpermute
     query, key, value, out = (
         unpermute(jax.device_get(names[name])) for name in ("query", "key", "value", "out")
     )
     expected, _ = oracle.attention(query, key, value, causal=True)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+    return out
+
+
+@pytest.mark.slow
+def test_python_of_readme_runs_and_is_right(monkeypatch):
+    names = run_python(README, monkeypatch)
+    out = right_output(names)
     np.testing.assert_array_equal(names["result"], out)
     assert 0 < float(names["loss"]) < 10
     names["test_my_attention_is_exact"]()
@@ -80,12 +86,7 @@ def test_python_of_readme_runs_and_is_right(monkeypatch):
 @pytest.mark.slow
 def test_python_of_attention_page_runs_and_is_right(monkeypatch):
     names = run_python(ROOT / "docs" / "attention.md", monkeypatch)
-    unpermute = names["attention"].layout.unpermute
-    query, key, value, out = (
-        unpermute(jax.device_get(names[name])) for name in ("query", "key", "value", "out")
-    )
-    expected, _ = oracle.attention(query, key, value, causal=True)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
+    right_output(names)
     names["test_my_model_is_exact"]()
     k, *others = (names[name] for name in ("k", "v", "decay", "beta"))
     expected, states = linear_oracle.linear_attention(k, k, *others, delta=True, scale=32**-0.5)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
 from models import dit
-from models.hooks import Hooks
+from programs import noted_hooks
 from refusals import refused
 from startrail_jax.errors import InputError
 
@@ -223,21 +223,10 @@ def test_dit_in_bfloat16_has_float32_weights_output_and_gradients():
 
 
 def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
-    calls = []
-
-    def noted(name):
-        def wrap(x):
-            calls.append(name)
-            return x
-
-        return wrap
-
-    names = [name for name, x in vars(Hooks()).items() if callable(x)]
-    hooks = Hooks(**{name: noted(name) for name in names})
+    hooks, calls = noted_hooks()
     jax.eval_shape(lambda: make_model(SIZES, hooks=hooks)(*make_inputs()))
     # The scan over layers traces one of them.
-    assert calls.count("wrap_layer") == 1
-    assert calls.count("tiled") == 1
+    assert calls.count("wrap_layer") == calls.count("tiled") == 1
     assert calls.count("copy_to_tensor") == calls.count("reduce_from_tensor") == 2
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 import startrail_jax as st
 from models import gpt
-from models.hooks import Hooks
+from programs import noted_hooks
 
 BATCH, SEQ_LEN, VOCAB = 2, 23, 19
 SIZES = {
@@ -121,16 +121,7 @@ def test_gpt_of_other_parts_has_their_weights_and_gradients():
 
 
 def test_hooks_wrap_each_layer_and_the_functions_of_tokens():
-    calls = []
-
-    def noted(name):
-        def wrap(x, *part):
-            calls.append(name)
-            return x
-
-        return wrap
-
-    hooks = Hooks(**{name: noted(name) for name, x in vars(Hooks()).items() if callable(x)})
+    hooks, calls = noted_hooks()
     tokens, positions = make_tokens()
     attention_fn = functools.partial(dense_attention, positions)
     jax.eval_shape(lambda: make_model(attention_fn, hooks=hooks)(tokens, positions))

@@ -9,32 +9,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from hlo_texts import NEVER, computation, loop, module
 from refusals import refused
 from startrail_jax.analysis.hlo import COLLECTIVES, device_groups, parse_module, read_traffic
 from startrail_jax.errors import InputError, UnsupportedError
 
 pytestmark = pytest.mark.quick
-
-SUM = """\
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %add = f32[] add(%a, %b)
-}
-"""
-
-
-def module(entry, *computations, header="num_partitions=8"):
-    """A program whose entry has parameter %x of 24 floats, 96 bytes."""
-    parts = [f"HloModule jit_f, is_scheduled=true, {header}", SUM, *computations]
-    body = "\n".join(f"  {line}" for line in ["%x = f32[4,6]{1,0} parameter(0)", *entry])
-    return "\n\n".join([*parts, f"ENTRY %main (x: f32[4,6]) -> f32[4,6] {{\n{body}\n}}\n"])
-
-
-def computation(name, *lines):
-    """Another computation over the same parameter."""
-    body = "\n".join(f"  {line}" for line in ["%x = f32[4,6]{1,0} parameter(0)", *lines])
-    return f"%{name} (x: f32[4,6]) -> f32[4,6] {{\n{body}\n}}\n"
 
 
 def permute(name, pairs):
@@ -175,14 +155,6 @@ def test_asynchronous_pairs_count_once():
         "collective_permute": 96,
         "reduce_scatter": 48,
     }
-
-
-def loop(name, body, count=None, condition="never"):
-    known = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
-    return f"%{name} = f32[4,6] while(%x), condition=%{condition}, body=%{body}{known}"
-
-
-NEVER = computation("never", "ROOT %p = pred[] constant(false)")
 
 
 def test_loops_multiply_and_nest():

@@ -1,16 +1,19 @@
 """What runs beneath every message: on hand-written texts, and in programs compiled for GPUs."""
 
+import functools
 import re
 
 import jax
 import pytest
 
+import hlo_texts
 import startrail_jax as st
 from benchmarks.compiled import deviceless
 from benchmarks.compiled import run as benchmark
 from benchmarks.compiled.deviceless import gpu_topology, target_names
 from benchmarks.compiled.roofline import BACKWARD, ENTRY, read_roofline
 from gpu_compiler import needs_gpu_compiler
+from hlo_texts import NEVER, computation, loop
 from refusals import refused
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.planner.hardware import GPUS
@@ -24,22 +27,8 @@ DOT = "dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
 SHIFT = "source_target_pairs={{0,1},{1,0}}"
 GROUPS = "replica_groups={{0,1}}, use_global_device_ids=true, dimensions={0}"
 START = f"%p = (f32[4,6]{{1,0}}, f32[4,6]{{1,0}}) collective-permute-start(%x), {SHIFT}"
+module = functools.partial(hlo_texts.module, header="num_partitions=2")
 DONE = "%pd = f32[4,6]{1,0} collective-permute-done(%p)"
-
-
-def lines(*instructions):
-    return "\n".join(f"  {line}" for line in ["%x = f32[4,6]{1,0} parameter(0)", *instructions])
-
-
-def module(entry, *computations):
-    """A program for 2 devices, whose computations have the parameter %x of 96 bytes."""
-    header = "HloModule jit_f, is_scheduled=true, num_partitions=2"
-    main = f"ENTRY %main (x: f32[4,6]) -> f32[4,6] {{\n{lines(*entry)}\n}}\n"
-    return "\n\n".join([header, *computations, main])
-
-
-def computation(name, *instructions):
-    return f"%{name} (x: f32[4,6]) -> f32[4,6] {{\n{lines(*instructions)}\n}}\n"
 
 
 def value(name, expression):
@@ -170,12 +159,6 @@ def test_wrapped_collectives_are_read_through():
     assert not gather.asynchronous
 
 
-def loop(name, body, count=None):
-    known = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
-    return value(name, f"while(%x), condition=%never, body=%{body}{known}")
-
-
-NEVER = computation("never", "ROOT %p = pred[] constant(false)")
 INNER = computation("inner", START, value("a", ATTENTION), DONE)
 
 

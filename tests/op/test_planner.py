@@ -504,11 +504,6 @@ def followed(path, **options):
     return np.array(errors), ranks, picks
 
 
-def test_order_of_settings_is_compared():
-    assert kendall(np.array([1, 2, 3]), np.array([3, 2, 1])) == -1
-    assert kendall(np.array([1.1, 1.0, 3.3]), np.array([1.0, 2.0, 3.0])) == pytest.approx(1 / 3)
-
-
 def test_predictions_follow_what_emulated_clusters_measured():
     """Rate and latency are those of the machine: see the file."""
     errors, ranks, picks = followed(MEASURED)
