@@ -270,7 +270,7 @@ def listed(rows, **common) -> list[Case]:
     ]
 
 
-def draw_problem(rng, *, batch, lengths, heads, dtype, segments) -> Problem:
+def draw_problem(rng, *, batch, lengths, heads, dtype="float32", segments=None) -> Problem:
     """Widths are primes, so that no transpose can hide; narrow dtypes have one, and dlse = 0."""
     query_len, key_len = lengths
     num_heads, kv_heads = heads

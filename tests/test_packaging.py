@@ -6,6 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"startrail_jax", "trainer", "models", "configs", "train", "sample"}
@@ -46,15 +48,17 @@ def test_core_requires_what_the_wheel_imports_and_no_more():
     assert imported(*files) == required() | {"fa4_jax", "jla"}
 
 
-def test_kernels_of_another_package_are_an_extra():
-    for extra, file, module in (("fa4", "blocks/fa4", "fa4_jax"), ("jla", "linear/jla", "jla")):
-        assert imported(ROOT / "startrail_jax" / f"{file}.py") - required() == {module}
-        assert required(extra) - required() == {module}
-
-
-def test_testing_requires_what_it_imports():
-    assert imported(ROOT / "startrail_jax" / "testing.py") - required() == {"chex"}
-    assert required("testing") - required() == {"chex"}
+@pytest.mark.parametrize(
+    ("extra", "file", "module"),
+    [
+        ("fa4", "blocks/fa4", "fa4_jax"),
+        ("jla", "linear/jla", "jla"),
+        ("testing", "testing", "chex"),
+    ],
+)
+def test_what_needs_another_package_is_an_extra(extra, file, module):
+    assert imported(ROOT / "startrail_jax" / f"{file}.py") - required() == {module}
+    assert required(extra) - required() == {module}
 
 
 def test_program_requires_what_it_imports_and_no_more():

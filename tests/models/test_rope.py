@@ -90,12 +90,9 @@ def test_yarn_scaling_blends_between_32_turns_and_one():
     np.testing.assert_allclose(rotation[0], 0.1 * math.log(8) + 1, rtol=1e-6)
 
 
-def test_rotary_odd_head_dim_raises():
+def test_odd_head_dim_and_scaling_without_the_length_before_raise():
     with refused(InputError, head_dim=5):
         Rope(head_dim=5)
-
-
-def test_scaling_without_the_length_before_raises():
     with refused(InputError, scaling="llama3"):
         Rope(head_dim=4, scaling="llama3", factor=2.0)
 

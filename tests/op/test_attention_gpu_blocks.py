@@ -53,13 +53,12 @@ def cases(schemes, **factors):
         yield Case(degrees=next(settings[row.pop("scheme")]), seed=seed, **row)
 
 
-# Those that differ in the units that meet.
+# Schemes that differ in the units that meet.
+NAMES = ("ring", "startrail", "fewest_bytes", "no_ring", "uneven")
+UNITS = {name: SCHEMES[name] for name in NAMES}
 CUDNN = list(
     cases(
-        {
-            name: SCHEMES[name]
-            for name in ("ring", "startrail", "fewest_bytes", "no_ring", "uneven")
-        },
+        UNITS,
         backend=("cudnn",),
         mask=("full", "causal", "cross_full"),
         layout=("contiguous", "zigzag"),
@@ -74,10 +73,7 @@ WINDOWS = [
     if case.mask != "window" or case.seq_len > 17
     else dataclasses.replace(case, exchange="auto")
     for case in cases(
-        {
-            name: SCHEMES[name]
-            for name in ("ring", "startrail", "fewest_bytes", "no_ring", "uneven")
-        },
+        UNITS,
         backend=("cudnn",),
         mask=("own_window", "wide window", "two keys", "own key", "window", "block_causal"),
         layout=("contiguous", "zigzag"),

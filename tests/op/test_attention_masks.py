@@ -27,17 +27,11 @@ def solve(attention, problem):
     return natural(attention, forward_and_backward(attention, *place(attention, problem)))
 
 
-def packed_problem(query_ids, key_ids=None, heads=(4, 2), dtype="float32"):
+def packed_problem(query_ids, key_ids=None):
     key_ids = query_ids if key_ids is None else key_ids
     lengths = query_ids.shape[1], key_ids.shape[1]
-    problem = draw_problem(
-        np.random.default_rng(1),
-        batch=len(query_ids),
-        lengths=lengths,
-        heads=heads,
-        dtype=dtype,
-        segments=None,
-    )
+    sizes = dict(batch=len(query_ids), lengths=lengths, heads=(4, 2))
+    problem = draw_problem(np.random.default_rng(1), **sizes)
     return dataclasses.replace(problem, query_ids=query_ids, key_ids=key_ids)
 
 

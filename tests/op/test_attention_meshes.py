@@ -34,15 +34,8 @@ def make_mesh(axis_type="explicit", **sizes):
     return jax.make_mesh((*sizes.values(),), (*sizes,), kinds, devices=jax.devices()[:count])
 
 
-def problem_for(seq_len, batch=4, heads=(4, 2)):
-    return draw_problem(
-        np.random.default_rng(8),
-        batch=batch,
-        lengths=(seq_len, seq_len),
-        heads=heads,
-        dtype="float32",
-        segments=None,
-    )
+def problem_for(seq_len, heads=(4, 2)):
+    return draw_problem(np.random.default_rng(8), batch=4, lengths=(seq_len, seq_len), heads=heads)
 
 
 def assert_exact(attention, problem=None):

@@ -295,21 +295,11 @@ def test_decode_errors():
         attention.update_cache(key.astype("i1"), key[:, :3], positions)
     with refused(InputError, "float32 [2, 3]"):
         attention.update_cache(key, key[:, :3], positions.astype(np.float32))
-
-
-def test_decode_names_the_spec_that_a_cache_should_have():
-    attention = attention_on(st.Degrees(ring=2))
-    with refused(InputError, "'ring'"):
-        attention.decode(*draw())
-    _, key, _, positions = draw()
-    with refused(InputError, "'ring'"):
-        attention.update_cache(key, key[:, :3], positions)
-
-
-def test_update_cache_local_says_that_layers_are_missing():
-    attention = attention_on(st.Degrees())
-    _, key, _, positions = draw()
     with refused(InputError, "cache must"):
-        attention.update_cache_local(
-            jnp.asarray(key), jnp.asarray(key[:, :3]), jnp.asarray(positions), layer=0
-        )
+        attention.update_cache_local(*map(jnp.asarray, (key, key[:, :3], positions)), layer=0)
+    # Errors name the spec that a cache should have.
+    ring = attention_on(st.Degrees(ring=2))
+    with refused(InputError, "'ring'"):
+        ring.decode(query, key, value, positions)
+    with refused(InputError, "'ring'"):
+        ring.update_cache(key, key[:, :3], positions)

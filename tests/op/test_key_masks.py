@@ -1,5 +1,6 @@
 """Masks of keys, padding ids and short keys in a call."""
 
+import dataclasses
 import functools
 
 import jax
@@ -28,10 +29,8 @@ def attention(degrees=DEGREES, axis_type="auto", **options):
 
 
 def problem(rng, lengths=(32, 32), ids=(None, None)):
-    drawn = draw_problem(
-        rng, batch=2, lengths=lengths, heads=(4, 2), dtype="float32", segments=None
-    )
-    return Problem(drawn.query, drawn.key, drawn.value, drawn.dout, drawn.dlse, *ids)
+    drawn = draw_problem(rng, batch=2, lengths=lengths, heads=(4, 2))
+    return dataclasses.replace(drawn, query_ids=ids[0], key_ids=ids[1])
 
 
 def attend(ours, drawn, **given):
@@ -120,6 +119,14 @@ def test_additive_mask_in_a_jit_hides_everything():
     assert not np.any(out)
 
 
+def with_padding_id():
+    """Ids of which 0 is padding, and a problem with the same ids as the oracle takes them."""
+    rng = np.random.default_rng(4)
+    ids = np.sort(rng.integers(0, 3, (2, 32))).astype(np.int32)
+    marked = np.where(ids == 0, -1, ids)
+    return ids, problem(rng, ids=(marked, marked))
+
+
 @pytest.mark.parametrize(
     "ours",
     [
@@ -130,10 +137,7 @@ def test_additive_mask_in_a_jit_hides_everything():
 )
 @pytest.mark.slow_except_every(2)
 def test_padding_id_marks_padding(ours):
-    rng = np.random.default_rng(4)
-    ids = np.sort(rng.integers(0, 3, (2, 32))).astype(np.int32)
-    marked = np.where(ids == 0, -1, ids)
-    drawn = problem(rng, ids=(marked, marked))
+    ids, drawn = with_padding_id()
     layout = st.Layout("zigzag", 8)
     moved = in_order(layout, drawn)
     found = attend(ours, moved, segment_ids=layout.permute(ids))
@@ -142,10 +146,7 @@ def test_padding_id_marks_padding(ours):
 
 @pytest.mark.slow
 def test_padding_id_marks_padding_in_a_shard_map_of_the_caller():
-    rng = np.random.default_rng(4)
-    ids = np.sort(rng.integers(0, 3, (2, 32))).astype(np.int32)
-    marked = np.where(ids == 0, -1, ids)
-    drawn = problem(rng, ids=(marked, marked))
+    ids, drawn = with_padding_id()
     ours = attention(padding_id=0, layout="contiguous")
     specs = (ours.query_spec(4), *(ours.key_spec(2),) * 2, ours.sequence_spec)
 

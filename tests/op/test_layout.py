@@ -105,20 +105,14 @@ def test_length_that_does_not_divide_is_refused_with_the_nearest(kind, seq_len, 
             call(seq_len)
 
 
-def test_permute_names_the_dimension_that_does_not_divide():
+def test_other_sizes_ranks_and_kinds_are_refused():
     with refused(InputError, degree=4):
         Layout("contiguous", 4).permute(np.zeros((2, 6)))
-
-
-def test_unknown_kind_is_refused():
+    for rank in (-1, 4):
+        with refused(InputError, f"rank must be in [0, 4); got rank={rank}"):
+            Layout("zigzag", 4).indices(16, rank)
     with refused(InputError, "'contiguous'"):
         Layout("spiral", 2)
-
-
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_rank_that_does_not_exist_is_refused(rank):
-    with pytest.raises(ValueError, match=rf"rank must be in \[0, 4\); got rank={rank}"):
-        Layout("zigzag", 4).indices(16, rank)
 
 
 @given(st.sampled_from(KINDS), *[st.integers(1, 4) for _ in range(3)], st.integers(1, 3), st.data())

@@ -24,6 +24,7 @@ from startrail_jax.errors import InputError
 pytestmark = pytest.mark.quick
 
 HEADS = dict(heads=16, kv_heads=16, causal=True)
+CALL = dict(HEADS, batch=1, seq_len=64, head_dim=4)
 
 
 class Fake(SimpleNamespace):
@@ -60,9 +61,7 @@ def test_devices_per_node_must_make_whole_nodes(size):
     with pytest.raises(ValueError, match=message):
         st.make_mesh(st.Degrees(ring=8), devices=jax.devices()[:8], devices_per_node=size)
     with pytest.raises(ValueError, match=message):
-        st.communication(
-            st.Degrees(ring=8), batch=1, seq_len=64, head_dim=4, devices_per_node=size, **HEADS
-        )
+        st.communication(st.Degrees(ring=8), devices_per_node=size, **CALL)
 
 
 @pytest.mark.parametrize(
@@ -78,18 +77,12 @@ def test_an_order_has_each_axis_once(order, named):
     with refused(InputError, named):
         st.make_mesh(st.Degrees(ring=2), devices=jax.devices()[:2], order=order)
     with refused(InputError, named):
-        st.communication(
-            st.Degrees(ring=8),
-            **dict(batch=1, seq_len=64, head_dim=4, devices_per_node=2, order=order),
-            **HEADS,
-        )
+        st.communication(st.Degrees(ring=8), devices_per_node=2, order=order, **CALL)
 
 
 def test_an_order_without_nodes_says_nothing_about_ports():
     with refused(InputError, "devices_per_node=None"):
-        st.communication(
-            st.Degrees(ring=8), batch=1, seq_len=64, head_dim=4, order="head_first", **HEADS
-        )
+        st.communication(st.Degrees(ring=8), order="head_first", **CALL)
 
 
 def test_a_call_gives_its_heads_and_nothing_unknown():

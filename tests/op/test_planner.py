@@ -262,22 +262,15 @@ def test_norms_of_queries_and_keys_take_memory():
     np.testing.assert_array_equal(normed - plain, 2**18 * (2 * 32 + 4 * 8) * 128)
 
 
-def ring_of(timing):
-    """What the one hop of a ring of two costs in the forward pass."""
-    (move,) = timing._ways[None].forward
-    return timing.links.cost(move)
-
-
 def test_ring_crosses_at_every_device_where_it_is_the_slow_axis():
     asked = call(seq_len=1024, batch=1, kv_heads=12)
     unit = 2 * (1024 // 8) * 12 * 16 * 2
     settings = one(order=("data", "ring", "group", "team", "head", "tensor"), ring=2, team=4)
-    hop = ring_of(Timing(settings, cluster(), asked))
-    assert hop.across[0] == 4 * unit
-    assert hop.seconds[0] == pytest.approx(4 * unit / 1e8)
-    # With a port for each GPU, the messages go through four ports.
-    ports = Timing(settings, cluster(ports=4), asked)
-    assert ring_of(ports).seconds[0] == pytest.approx(unit / 1e8)
+    for ports in (1, 4):
+        timing = Timing(settings, cluster(ports=ports), asked)
+        hop = timing.links.cost(*timing._ways[None].forward)
+        assert hop.across[0] == 4 * unit
+        assert hop.seconds[0] == pytest.approx(4 / ports * unit / 1e8)
 
 
 def test_double_ring_uses_all_ports():

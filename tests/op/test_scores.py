@@ -192,9 +192,7 @@ def test_a_dropout_rate_of_0_changes_no_bit():
 
 def test_decode_has_masks_soft_caps_slopes_and_sinks():
     rng, slots = np.random.default_rng(0), 24
-    problem = draw_problem(
-        rng, batch=2, lengths=(slots, slots), heads=(4, 2), dtype="float32", segments=None
-    )
+    problem = draw_problem(rng, batch=2, lengths=(slots, slots), heads=(4, 2))
     case = Case(degrees=st.Degrees(team=2, ring=2, tensor=2), mask="sinks", layout="zigzag")
     attention = dataclasses.replace(case.attention, softcap=SOFTCAP)
     sinks, positions = np.float32([0.5, -1, 2, 0]), np.int32([[3, 20], [11, 0]])

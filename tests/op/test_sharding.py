@@ -107,17 +107,20 @@ def test_a_bias_is_ordered_along_queries_and_keys():
 
 
 @pytest.mark.parametrize(
-    ("bias", "named"),
+    ("method", "shape", "named"),
     [
-        (np.zeros((4, 8, 8)), "kv_seq"),
-        (np.zeros((3, 1, 8, 8)), "batch=3"),
-        (np.zeros((1, 3, 8, 8)), "heads"),
-        (np.zeros((1, 1, 8, 9)), "degree=2"),
+        ("shard_bias", (4, 8, 8), "kv_seq"),
+        ("shard_bias", (3, 1, 8, 8), "batch=3"),
+        ("shard_bias", (1, 3, 8, 8), "heads"),
+        ("shard_bias", (1, 1, 8, 9), "degree=2"),
+        ("shard", (8,), "seq, ...]; got one of shape"),
+        ("shard", (3, 8), "batch=3"),
+        ("shard", (2, 9), "degree=2"),
     ],
 )
-def test_a_bias_that_cannot_be_sharded_is_refused(bias, named):
+def test_array_that_cannot_be_sharded_is_refused(method, shape, named):
     with refused(InputError, named):
-        attention().shard_bias(bias)
+        getattr(attention(), method)(np.zeros(shape))
 
 
 def test_what_cannot_be_filled_up_or_cut_raises():
@@ -152,19 +155,6 @@ def test_shard_takes_trees_and_arrays_of_jax():
     sharded = ours.shard(batch)
     assert sharded["weights"].dtype == jnp.float16
     np.testing.assert_array_equal(ours.unshard(sharded)["tokens"], batch["tokens"])
-
-
-@pytest.mark.parametrize(
-    ("x", "named"),
-    [
-        (np.zeros(8), "seq, ...]; got one of shape"),
-        (np.zeros((3, 8)), "batch=3"),
-        (np.zeros((2, 9)), "degree=2"),
-    ],
-)
-def test_array_that_cannot_be_sharded_is_refused(x, named):
-    with refused(InputError, named):
-        attention().shard(x)
 
 
 def test_what_is_sharded_already_is_refused():

@@ -407,10 +407,11 @@ def test_model_with_lengths_of_calls_or_without_devices_raises(model):
     attention = attention_on(st.Degrees(team=2), "auto", mask=st.masks.Prefix())
     with pytest.raises(ValueError, match=r"assert_model_exact needs a mask whose lengths"):
         assert_model_exact(attention, loss_of, *model)
+    abstract = st.Attention(AbstractMesh((2,), ("team",)), causal=True)
     with pytest.raises(ValueError, match=r"assert_model_exact needs a mesh of devices"):
-        assert_model_exact(
-            st.Attention(AbstractMesh((2,), ("team",)), causal=True), loss_of, *model
-        )
+        assert_model_exact(abstract, loss_of, *model)
+    with pytest.raises(ValueError, match=r"needs a mesh of devices; got .* AbstractMesh\. Build"):
+        assert_exact(abstract, **PROBLEM)
 
 
 # What cannot be tested says so ------------------------------------------------------------------
@@ -435,12 +436,6 @@ def test_sizes_that_do_not_fit_raise(changes, message):
     attention = attention_on(st.Degrees(team=2, data=2), layout="zigzag")
     with pytest.raises(ValueError, match=message):
         assert_exact(attention, **PROBLEM | changes)
-
-
-def test_abstract_mesh_raises():
-    attention = st.Attention(AbstractMesh((2,), ("team",)), causal=True)
-    with pytest.raises(ValueError, match=r"needs a mesh of devices; got .* AbstractMesh\. Build"):
-        assert_exact(attention, **PROBLEM)
 
 
 def test_without_chex_says_what_to_install(monkeypatch):
