@@ -76,7 +76,7 @@ REQUEST = dict(
         (dict(softcap=3.0), r"softcap=3\.0"),
         (dict(mask=Window(4, 0)), r"have run on no GPU yet; got mask=Window\(left=4, right=0\)"),
         (dict(mask=Window(4, 2)), r"causal windows; got mask=Window\(left=4, right=2\)"),
-        (dict(mask=Full(), packed=True), r"got mask=Full\(\)"),
+        (dict(mask=Full(), packed=True), r"documents under causal masks .* mask=Full\(\)"),
     ],
 )
 def test_limits_are_named(changed, message, monkeypatch):
