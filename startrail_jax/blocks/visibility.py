@@ -104,4 +104,4 @@ class Visibility:
         first, cases = pieces_by_offset(self.query_runs.shape, self.key_runs.shape, offsets)
         if len(cases) == 1:
             return 0, cases
-        return (jnp.asarray(first[1:]) <= offset).sum(dtype=jnp.int32), cases
+        return (jnp.asarray(first[1:], jnp.int32) <= offset).sum(dtype=jnp.int32), cases

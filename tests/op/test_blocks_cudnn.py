@@ -343,6 +343,7 @@ def test_gpu_blocks_under_x64_and_strict_promotion(monkeypatch, degrees):
     fake_cudnn.install(monkeypatch)
     for backend, options in (
         ("cudnn", dict(causal=True, layout="contiguous")),
+        ("cudnn", dict(mask=BlockCausal(4), layout="contiguous")),
         ("tiled", dict(window=5)),
     ):
         attention = make_attention(degrees, backend=backend, **options)
@@ -352,8 +353,8 @@ def test_gpu_blocks_under_x64_and_strict_promotion(monkeypatch, degrees):
             out, vjp = jax.vjp(attention, x, x, x)
             return vjp(out)
 
-        for setting in (jax.enable_x64(True), jax.numpy_dtype_promotion("strict")):
-            with setting:
+        for x64 in (False, True):
+            with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
                 assert {dx.dtype for dx in jax.eval_shape(step, x)} == {jnp.dtype("bfloat16")}
 
 
