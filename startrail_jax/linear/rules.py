@@ -142,21 +142,21 @@ class _Delta(StateRule):
         sums, same = _sums(chunk.decay), _same_document(chunk)
         before, after = _borders(chunk, sums)
         dtype, beta = chunk.key.dtype, chunk.beta[..., None]
-        key = chunk.key.astype(jnp.float32)
+        query, key, value = _wide(chunk)
         of_keys = _products(key * beta, key, sums, dtype)
-        scores = _products(chunk.query, key, sums, dtype)
+        scores = _products(query, key, sums, dtype)
         system = jnp.where(same, jnp.tril(of_keys, -1), 0)
-        given = jnp.concatenate([chunk.value * beta, key * beta * before], -1)
+        given = jnp.concatenate([value * beta, key * beta * before], -1)
         # In 16 bits, a GPU computes this in TF32.
         full = lax.Precision.HIGHEST if dtype == jnp.float32 else None
         solved = jnp.einsum("...cd,...de->...ce", inverse(system), given, precision=full)
-        new, known = jnp.split(solved, [chunk.value.shape[-1]], -1)
+        new, known = jnp.split(solved, [value.shape[-1]], -1)
         return ChunkTerms(
             end=before[..., -1, :, None],
             written=(key * after).astype(dtype),
             new=new,
             known=known.astype(dtype),
-            read=(chunk.query * before).astype(dtype),
+            read=(query * before).astype(dtype),
             scores=jnp.where(same, jnp.tril(scores), 0).astype(dtype),
         )
 
@@ -212,14 +212,14 @@ class SSD(StateRule):
     def terms(self, chunk: Chunk) -> ChunkTerms:
         sums, same = _sums(chunk.decay), _same_document(chunk)
         before, after = _borders(chunk, sums)
-        dtype = chunk.key.dtype
-        scores = _products(chunk.query, chunk.key, sums, dtype)
+        dtype, (query, key, value) = chunk.key.dtype, _wide(chunk)
+        scores = _products(query, key, sums, dtype)
         return ChunkTerms(
             end=before[..., -1, :, None],
-            written=(chunk.key * after).astype(dtype),
-            new=chunk.value * chunk.beta[..., None],
+            written=(key * after).astype(dtype),
+            new=value * chunk.beta[..., None],
             known=None,
-            read=(chunk.query * before).astype(dtype),
+            read=(query * before).astype(dtype),
             scores=jnp.where(same, jnp.tril(scores), 0).astype(dtype),
         )
 
@@ -289,6 +289,11 @@ def _values(terms: ChunkTerms, state: Array) -> Array:
     return terms.new - dot("...ck,...kv->...cv", terms.known, state)
 
 
+def _wide(chunk: Chunk) -> tuple[Array, ...]:
+    """Query, key and value in float32, whatever jax's rules of promotion are."""
+    return tuple(x.astype(jnp.float32) for x in chunk[:3])
+
+
 def _same_document(chunk: Chunk) -> Array:
     return chunk.document[..., :, None] == chunk.document[..., None, :]
 
@@ -328,13 +333,13 @@ def _borders(chunk: Chunk, sums: list[_Sums]) -> tuple[Array, Array]:
 
 
 def _products(
-    x: Float[Array, "*m c k"], y: Float[Array, "*m c k"], sums: list[_Sums], dtype: Any
+    x: Float32[Array, "*m c k"], y: Float32[Array, "*m c k"], sums: list[_Sums], dtype: Any
 ) -> Float32[Array, "*m c c"]:
     """Products of rows i >= j with the decay between them; others are of no use."""
     c = x.shape[-2]
     if sums[0].up_to.shape[-1] == 1:
         return dot("...ck,...dk->...cd", x.astype(dtype), y) * jnp.exp(_between(sums))
-    found = (x.astype(jnp.float32) * y).sum(-1)[..., None, None]
+    found = (x * y).sum(-1)[..., None, None]
     for level, (up, after) in enumerate(sums[:-1]):
         size = 2**level
         (_, x1), (y0, _) = _halves(x * jnp.exp(up), size), _halves(y * jnp.exp(after), size)

@@ -312,6 +312,26 @@ def test_sixteen_bits_are_as_exact_as_on_one_device(rule):
     assert errors[1] <= 1.2 * errors[0]
 
 
+@pytest.mark.parametrize(("rule", "backend"), [*((x, "xla") for x in RULES), (RULES[0], "jla")])
+def test_it_traces_under_x64_and_strict_promotion(rule, backend, monkeypatch):
+    fake_jla.install(monkeypatch)
+    *arrays, dout, _ = (jnp.asarray(x) for x in inputs(rule, 32))
+    *floats, dout = (x.astype("bfloat16") for x in (*arrays[:3], dout))
+    ids = jnp.asarray(documents(32, [5, 16]))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        attention = attention_on(st.Degrees(ring=2), rule, layout="zigzag", backend=backend)
+
+        def step(*arrays):
+            out, pull = jax.vjp(lambda *x: attention(*x, segment_ids=ids), *arrays)
+            return pull(out), attention.causal_conv(arrays[2], arrays[2][0, :4])
+
+        grads, conv = jax.eval_shape(step, *floats, *arrays[3:5])
+        attention.decode(*(x[:, :3] for x in (*floats, *arrays[3:5])), state=arrays[5])
+    assert [*map(str, (x.dtype for x in (*grads, conv)))] == [
+        *["bfloat16"] * 3, "float32", "float32", "bfloat16"
+    ]  # fmt: skip
+
+
 def test_state_goes_on_where_it_ended():
     """Two halves of a row, one after the other, are the whole row."""
     *tokens, _, _, _ = inputs("gated_delta", 64, seed=11)
