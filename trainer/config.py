@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -203,21 +204,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InputError(
-                    f"optimizer.{name} must be above 0 and finite; got {name}={value}. "
-                    "Leave it out for the default."
-                )
+            check_range(f"optimizer.{name}", getattr(self, name), "above 0 and finite")
         for name in ("final_learning_rate", "weight_decay"):
             check_minimum(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("warmup_fraction", "beta1", "beta2", "momentum", "decay_fraction"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise InputError(
-                    f"optimizer.{name} must be at least 0 and below 1; got {name}={value}. "
-                    "Leave it out for the default."
-                )
+            if getattr(self, name) is not None:
+                check_range(f"optimizer.{name}", getattr(self, name), "at least 0 and below 1")
         owners = ("decay_fraction", "schedule", "wsd"), ("momentum", "kind", "muon")
         for name, setting, needed in owners:
             if getattr(self, name) is not None and getattr(self, setting) != needed:
@@ -548,11 +540,9 @@ class TrainConfig:
                 f"gradient_accumulation={self.gradient_accumulation}. Use batch_size="
                 f"{-(-self.batch_size // parts) * parts}."
             )
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise InputError(
-                f"ema_decay must be above 0 and below 1; got ema_decay={self.ema_decay}. "
-                "Use 0.999, or None for no average."
-            )
+        if self.ema_decay is not None:
+            way_out = "Use 0.999, or None for no average."
+            check_range("ema_decay", self.ema_decay, "above 0 and below 1", way_out)
         if self.offload and self.remat in ("auto", "none"):
             raise InputError(
                 "offload moves what remat saves, so it needs a remat by its name; got "
@@ -657,3 +647,21 @@ def check_minimum(name: str, value: Any, minimum: int) -> None:
         raise InputError(
             f"{name} must be at least {minimum}; got {name}={value}. Leave it out for the default."
         )
+
+
+RANGES: Mapping[str, Callable[[float], bool]] = {
+    "above 0 and below 1": lambda x: 0 < x < 1,
+    "above 0 and finite": lambda x: 0 < x < math.inf,
+    "at least 0 and below 1": lambda x: 0 <= x < 1,
+    "at least 0 and finite": lambda x: 0 <= x < math.inf,
+    "at least 0 and below 2**32": lambda x: 0 <= x < 2**32,
+}
+
+
+def check_range(
+    name: str, value: float, rule: str, way_out: str = "Leave it out for the default."
+) -> None:
+    """Raises ValueError unless a setting is in one of `RANGES`."""
+    if not RANGES[rule](value):
+        field = name.rpartition(".")[2]
+        raise InputError(f"{name} must be {rule}; got {field}={value}. {way_out}")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
-from trainer.config import TrainConfig, check_minimum
+from trainer.config import TrainConfig, check_minimum, check_range
 from trainer.places import check_on_disk
 from trainer.task import SampleOptions
 
@@ -82,11 +82,8 @@ class DiffusionConfig:
     with guidance."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dropout < 1:
-            raise InputError(
-                "diffusion.dropout must be at least 0 and below 1; got "
-                f"dropout={self.dropout}. Use 0.1, or 0 for a model that is drawn without guidance."
-            )
+        way_out = "Use 0.1, or 0 for a model that is drawn without guidance."
+        check_range("diffusion.dropout", self.dropout, "at least 0 and below 1", way_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +102,9 @@ class ImageConfig:
 
     def __post_init__(self) -> None:
         check_on_disk("data.path", self.path)
-        if not 0 < self.validation_fraction < 1:
-            raise InputError(
-                "data.validation_fraction must be above 0 and below 1; got "
-                f"validation_fraction={self.validation_fraction}. Use 0.1."
-            )
-        if not 0 < self.latent_scale < math.inf:
-            raise InputError(
-                "data.latent_scale must be above 0 and finite; got "
-                f"latent_scale={self.latent_scale}. Leave it out for 1."
-            )
+        fraction, way_out = self.validation_fraction, "Leave it out for 1."
+        check_range("data.validation_fraction", fraction, "above 0 and below 1", "Use 0.1.")
+        check_range("data.latent_scale", self.latent_scale, "above 0 and finite", way_out)
         if self.latent_scale != 1 and not self.holds_latents:
             raise InputError(
                 "data.latent_scale needs latents, an *.npz file; got "

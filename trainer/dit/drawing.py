@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import IO, Any, NamedTuple
@@ -14,8 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
-from startrail_jax.errors import InputError
 from startrail_jax.xla.compiler import compiler_options
+from trainer.config import check_range
 from trainer.data.batches import shardings
 from trainer.dit.batches import Grid
 from trainer.dit.diffusion import Predict, guided
@@ -55,11 +54,7 @@ class Drawing:
         self._rows = config.batch_size
         self._guidance = guidance, guidance if below is None else below.guidance
         for strength in self._guidance:
-            if not 0 <= strength < math.inf:
-                raise InputError(
-                    "guidance must be at least 0 and finite; got "
-                    f"guidance={strength}. Use 1 for none."
-                )
+            check_range("guidance", strength, "at least 0 and finite", "Use 1 for none.")
         # Raises the errors of the sampler now, before anything is drawn.
         noise: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         jax.eval_shape(lambda noise: sample(lambda x, _: x, noise), noise)
@@ -79,10 +74,7 @@ class Drawing:
         are a pair, its own last. An example depends on what is given, its place in that and the
         seed, and only up to rounding on the mesh and the batch."""
         config = self._config
-        if not 0 <= seed < 2**32:
-            raise InputError(
-                f"seed must be at least 0 and below 2**32; got seed={seed}. Use another."
-            )
+        check_range("seed", seed, "at least 0 and below 2**32", "Use another.")
         count = len(jax.tree.leaves(given)[0])
         both = (given, None if self._guidance == (1, 1) else without)
         for first in range(0, count, self._rows):

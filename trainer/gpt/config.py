@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from startrail_jax.errors import InputError
-from trainer.config import LoraConfig, TrainConfig, check_minimum
+from trainer.config import LoraConfig, TrainConfig, check_minimum, check_range
 from trainer.places import check_folder, check_on_disk
 from trainer.task import SampleOptions
 
@@ -133,11 +133,8 @@ class LinearConfig:
                 "model.linear.largest_beta must be above 0 and at most 2, above which states "
                 f"grow; got largest_beta={self.largest_beta}. Use 1 or 2."
             )
-        if self.norm_eps is not None and not 0 < self.norm_eps < 1:
-            raise InputError(
-                "model.linear.norm_eps must be above 0 and below 1; got "
-                f"norm_eps={self.norm_eps}. Leave it out for the default."
-            )
+        if self.norm_eps is not None:
+            check_range("model.linear.norm_eps", self.norm_eps, "above 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +187,8 @@ class ExpertsConfig:
                 "--model.experts.shared-width, or leave it out."
             )
         for name in ("balance_loss", "balance_rate", "z_loss"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(
-                    f"model.experts.{name} must be at least 0 and finite; got "
-                    f"{name}={getattr(self, name)}. Use 0.001, or 0 for none."
-                )
+            value, way_out = getattr(self, name), "Use 0.001, or 0 for none."
+            check_range(f"model.experts.{name}", value, "at least 0 and finite", way_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,18 +279,11 @@ class GPTConfig:
         if self.scale_dim is not None:
             check_minimum("model.scale_dim", self.scale_dim, 1)
         for name in ("softcap", "output_softcap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(
-                    f"model.{name} must be above 0 and finite; got {name}={value}. Leave it out "
-                    "for none."
-                )
+            value, way_out = getattr(self, name), "Leave it out for none."
+            if value is not None:
+                check_range(f"model.{name}", value, "above 0 and finite", way_out)
         self._check_patterns()
-        if not 0 < self.norm_eps < 1:
-            raise InputError(
-                f"model.norm_eps must be above 0 and below 1; got norm_eps={self.norm_eps}. Leave "
-                "it out for the default."
-            )
+        check_range("model.norm_eps", self.norm_eps, "above 0 and below 1")
 
     def _check_patterns(self) -> None:
         """Raises unless the options of layers that differ fit each other."""
@@ -334,7 +321,7 @@ class GPTConfig:
                 "Use --model.qk-norm, or leave it out."
             )
         self._check_linear()
-        given = [x for x, y in vars(self.experts).items() if y != vars(ExpertsConfig())[x]]
+        given = _changed(self.experts)
         if given and "experts" not in self.layer_feed_forwards:
             raise InputError(
                 f"model.experts.{given[0]} needs layers of experts; got "
@@ -351,16 +338,13 @@ class GPTConfig:
 
     def _check_linear(self) -> None:
         """Raises unless the options of linear attention fit each other."""
-        if "linear" not in self.mixers[: self.layers]:
-            defaults = vars(LinearConfig())
-            given = [x for x, value in vars(self.linear).items() if value != defaults[x]]
-            if given:
-                raise InputError(
-                    f"model.linear.{given[0]} needs layers of linear attention; got "
-                    f"mixers={self.mixers}. Use --model.mixers linear linear linear attention, or "
-                    "leave it out."
-                )
-            return
+        given = _changed(self.linear)
+        if given and "linear" not in self.layer_mixers:
+            raise InputError(
+                f"model.linear.{given[0]} needs layers of linear attention; got "
+                f"mixers={self.mixers}. Use --model.mixers linear linear linear attention, or "
+                "leave it out."
+            )
         sizes = self.linear_sizes
         if sizes["heads"] % sizes["key_heads"]:
             raise InputError(
@@ -426,6 +410,11 @@ class GPTConfig:
     def layer_bases(self) -> tuple[float | None, ...]:
         """The base of the rotary positions of each layer; None for a layer without."""
         return _of_layers(self.rope.bases, self.layers)
+
+
+def _changed(config: LinearConfig | ExpertsConfig) -> list[str]:
+    """The settings that are not their defaults."""
+    return [name for name, value in vars(config).items() if value != getattr(type(config), name)]
 
 
 def _of_layers(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:
@@ -499,12 +488,8 @@ class DataConfig:
         for name in ("path", "validation_path", "tokenizer", "chat_template"):
             check_on_disk(f"data.{name}", getattr(self, name))
         check_folder("data.cache", self.cache or Path())
-        if not 0 < self.validation_fraction < 1:
-            raise InputError(
-                "data.validation_fraction must be above 0 and below 1; got "
-                f"validation_fraction={self.validation_fraction}. Use 0.05, or give "
-                "--data.validation-path."
-            )
+        way_out, fraction = "Use 0.05, or give --data.validation-path.", self.validation_fraction
+        check_range("data.validation_fraction", fraction, "above 0 and below 1", way_out)
         for name in ("end_of_document", "begin_of_document"):
             if getattr(self, name) is not None:
                 check_minimum(f"data.{name}", getattr(self, name), 0)

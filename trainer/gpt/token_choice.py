@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from startrail_jax.errors import InputError
+from trainer.config import check_range
 
 # Float32 may round a lower temperature to 0, which would make the logits NaN.
 LEAST_TEMPERATURE = 1e-30
@@ -32,12 +32,8 @@ class Sampling:
     """Seed of the random draws, below 2**32."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(
-                "temperature must be at least 0 and finite; got "
-                f"temperature={self.temperature}. Use 0 for the likeliest token, 1 for the "
-                "probabilities of the model."
-            )
+        way_out = "Use 0 for the likeliest token, 1 for the probabilities of the model."
+        check_range("temperature", self.temperature, "at least 0 and finite", way_out)
         if self.top_k is not None and self.top_k < 1:
             raise InputError(
                 f"top_k must be at least 1; got top_k={self.top_k}. Leave it out for all tokens."
@@ -47,10 +43,7 @@ class Sampling:
                 f"top_p must be above 0 and at most 1; got top_p={self.top_p}. Leave it out for "
                 "all tokens."
             )
-        if not 0 <= self.seed < 2**32:
-            raise InputError(
-                f"seed must be at least 0 and below 2**32; got seed={self.seed}. Use another."
-            )
+        check_range("seed", self.seed, "at least 0 and below 2**32", "Use another.")
 
     @property
     def is_greedy(self) -> bool:

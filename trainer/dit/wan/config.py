@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from startrail_jax.errors import InputError
-from trainer.config import LoraConfig, check_minimum
+from trainer.config import LoraConfig, check_minimum, check_range
 from trainer.dit.config import DenoiserConfig, DenoiserTrainConfig
 from trainer.places import check_on_disk
 from trainer.task import SampleOptions
@@ -77,16 +77,10 @@ class FlowConfig:
     with guidance."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dropout < 1:
-            raise InputError(
-                "diffusion.dropout must be at least 0 and below 1; got "
-                f"dropout={self.dropout}. Use 0.1, or 0 where captions are never empty."
-            )
-        if not 0 < self.shift < math.inf:
-            raise InputError(
-                f"diffusion.shift must be above 0 and finite; got shift={self.shift}. Use 1 for "
-                "none, 3 for 480 lines, 5 for 720."
-            )
+        way_out = "Use 0.1, or 0 where captions are never empty."
+        check_range("diffusion.dropout", self.dropout, "at least 0 and below 1", way_out)
+        way_out = "Use 1 for none, 3 for 480 lines, 5 for 720."
+        check_range("diffusion.shift", self.shift, "above 0 and finite", way_out)
         low, high = self.range
         if not 0 <= low < high <= 1:
             raise InputError(
@@ -111,11 +105,8 @@ class ClipConfig:
 
     def __post_init__(self) -> None:
         check_on_disk("data.path", self.path)
-        if not 0 < self.validation_fraction < 1:
-            raise InputError(
-                "data.validation_fraction must be above 0 and below 1; got "
-                f"validation_fraction={self.validation_fraction}. Use 0.1."
-            )
+        fraction = self.validation_fraction
+        check_range("data.validation_fraction", fraction, "above 0 and below 1", "Use 0.1.")
         for size in self.sizes:
             if not re.fullmatch("[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){2}", size):
                 raise InputError(
