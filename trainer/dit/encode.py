@@ -85,7 +85,7 @@ class EncodeOptions:
 
 def encode(options: EncodeOptions) -> list[str]:
     """Encodes the videos that are not encoded yet; returns the errors of those left out."""
-    from trainer.dit.wan.clips import CLIPS, ENCODED, read_lines
+    from trainer.dit.wan.clips import CLIPS, EMPTY, ENCODED, read_lines
     from trainer.dit.wan.pipelines import TorchModels, digest_of
     from trainer.dit.wan.videos import Shape, find_videos, read_video
 
@@ -103,7 +103,9 @@ def encode(options: EncodeOptions) -> list[str]:
     if (out / ENCODED).is_file():
         _require_same(json.loads((out / ENCODED).read_text()), about, out)
     else:
-        _write_about(out, about, models, options)
+        _write_tensors(out / EMPTY, {"text": models.text("", most=options.text_tokens)})
+        text = json.dumps(about, indent=2) + "\n"
+        _write_whole(out / ENCODED, lambda part: part.write_text(text))
     index, count = options.process
     done = {line.file for line in read_lines(out)}
     mine = [video for video in found[index::count] if file_of(video.file) not in done]
@@ -163,14 +165,6 @@ def _require_same(there: dict[str, Any], about: dict[str, Any], out: Path) -> No
             f"OUT must be new, or hold videos that were encoded alike; got {str(out)!r} with "
             f"{name}={there.get(name)} and {about[name]} now. Give another OUT."
         )
-
-
-def _write_about(out: Path, about: dict[str, Any], models: Any, options: EncodeOptions) -> None:
-    from trainer.dit.wan.clips import EMPTY, ENCODED
-
-    _write_tensors(out / EMPTY, {"text": models.text("", most=options.text_tokens)})
-    text = json.dumps(about, indent=2) + "\n"
-    _write_whole(out / ENCODED, lambda part: part.write_text(text))
 
 
 def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:

@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Imported here, as it imports jax: `--help` and a mistyped flag must be fast.
     from trainer.dit.wan.export import export_wan
 
-    given = {name: value for name, value in vars(options).items() if name not in ("run_dir", "out")}
-    step = export_wan(options.run_dir, config, options.out, **given, note=say)
+    step = export_wan(config=config, note=say, **vars(options))
     apart = config.freezes and not options.merge
     what = "the adapters" if apart else "the model"
     loads = "WanPipeline.load_lora_weights" if apart else "WanTransformer3DModel.from_pretrained"

@@ -61,10 +61,7 @@ class _Source:
 def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
     """Opens what `config.data` names; by default, the handwritten digits of scikit-learn."""
     path = config.data.path
-    if path is None:
-        source = _open_digits(config)
-    else:
-        source = _open_npz(path, config, config.data.latent_scale)
+    source = _open_digits(config) if path is None else _open_npz(path, config)
     count = len(source.labels)
     if count < 2:
         raise InputError(
@@ -131,7 +128,8 @@ def _digest(array: np.ndarray) -> str:
 # Latents in an *.npz file.
 
 
-def _open_npz(path: Path, config: DiTTrainConfig, scale: float) -> _Source:
+def _open_npz(path: Path, config: DiTTrainConfig) -> _Source:
+    scale = config.data.latent_scale
     find_files(path, "data.path")  # Raises if the file is missing.
     needed = ["latents"] + ["labels"] * (config.model.classes > 0)
     try:

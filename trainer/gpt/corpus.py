@@ -193,9 +193,7 @@ def _open_tokens(
     if validation is not None:
         held_out = [stream(path) for path in validation.paths.values()]
     else:
-        whole = train
-        cuts = [round(len(part) * (1 - config.validation_fraction)) for part in whole]
-        both = list(zip(whole, cuts, strict=True))
+        both = [(part, round(len(part) * (1 - config.validation_fraction))) for part in train]
         train = [replace(part, tokens=part.tokens[:cut]) for part, cut in both]
         held_out = [replace(part, tokens=part.tokens[cut:], offset=cut) for part, cut in both]
     parts = [tuple(part for part in half if len(part)) for half in (train, held_out)]
@@ -204,6 +202,7 @@ def _open_tokens(
     for part in (*parts[0], *parts[1]):
         part.read(0, CHECKED_TOKENS)
         part.read(max(len(part) - CHECKED_TOKENS, 0), len(part))
+    digests = map(digest_of_tokens, files.paths.values())
     return Corpus(
         train=parts[0],
         held_out=parts[1],
@@ -218,7 +217,7 @@ def _open_tokens(
                 for part, length in zip(parts, lengths, strict=True)
             ],
         ),
-        digest=_digest(list(map(digest_of_tokens, files.paths.values()))),
+        digest=hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16],
     )
 
 
@@ -271,10 +270,6 @@ def _open_text(text: Text, cache: Path | None, vocab_size: int) -> Corpus:
         digest=text.digest,
         tokens=parts[0].sha256,
     )
-
-
-def _digest(parts: list[str]) -> str:
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def described(

@@ -69,10 +69,15 @@ class Generator:
         gather = jax.jit(self._gathered, out_shardings=shardings)
         self._gather: Callable[[Any], Any] = gather if zero in (1, 2) else lambda weights: weights
         compiled = partial(jax.jit, compiler_options=compiler_options(mesh))
-        self.prefill: Callable[..., Any] = compiled(self._prefill)
+        spec, caches = attention.sequence_spec, self._cache_specs
+        rows = PartitionSpec(spec[0])
+        on_each = partial(self._model.on_each_device, out_specs=(PartitionSpec(), caches))
+        prefill = on_each(self._local_prefill, in_specs=(spec, spec, rows))
+        self.prefill: Callable[..., Any] = compiled(prefill)
         """(weights, tokens [B S], positions [B S], lengths [B]) -> (next tokens [B], on every
         device, and caches). Tokens and positions are in layout order."""
-        self.decode: Callable[..., Any] = compiled(self._decode, donate_argnums=1)
+        decode = on_each(self._local_decode, in_specs=(caches, rows, rows))
+        self.decode: Callable[..., Any] = compiled(decode, donate_argnums=1)
         """(weights, caches, tokens [B], their positions [B]) -> what `prefill` returns; the new
         caches take the memory of the old ones."""
 
@@ -132,9 +137,8 @@ class Generator:
     def _num_slots(self, rows: int, num_tokens: int) -> int:
         """Slots of a cache for `num_tokens`: a number that the layout and the tiles divide."""
         layout, data = self.attention.layout, self.attention.degrees.data
-        if (
-            "linear" in self._config.layer_mixers
-        ):  # A slice must hold what the convolution of the next one sees.
+        if "linear" in self._config.layer_mixers:
+            # A slice must hold what the convolution of the next one sees.
             num_tokens = max(num_tokens, layout.multiple * (self._config.linear.conv - 1))
         slots = layout.padded_length(num_tokens)
         if self._tile is None or rows // data * slots // layout.degree <= self._tile:
@@ -162,8 +166,6 @@ class Generator:
         sharding = NamedSharding(self.attention.mesh, spec)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    # What is compiled, on global arrays.
-
     def _gathered(self, weights: Any) -> Any:
         """The weights as a training step would gather them, in the type in which they are used."""
 
@@ -171,20 +173,6 @@ class Generator:
             return x if split.vector else x.astype(self._config.dtype)
 
         return jax.tree.map(narrow, weights, self._model.splits)
-
-    def _prefill(self, weights: Any, tokens: Array, positions: Array, lengths: Array) -> Any:
-        spec = self.attention.sequence_spec
-        run = self._on_each_device(self._local_prefill, spec, spec, PartitionSpec(spec[0]))
-        return run(weights, tokens, positions, lengths)
-
-    def _decode(self, weights: Any, caches: Any, tokens: Array, positions: Array) -> Any:
-        rows = PartitionSpec(self.attention.sequence_spec[0])
-        run = self._on_each_device(self._local_decode, self._cache_specs, rows, rows)
-        return run(weights, caches, tokens, positions)
-
-    def _on_each_device(self, function: Callable[..., Any], *in_specs: Any) -> Callable[..., Any]:
-        out_specs = (PartitionSpec(), self._cache_specs)
-        return self._model.on_each_device(function, in_specs=in_specs, out_specs=out_specs)
 
     @property
     def _cache_specs(self) -> dict[str, Any]:

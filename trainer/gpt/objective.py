@@ -47,8 +47,8 @@ class NextToken(Objective):
         linear = {}
         if "linear" in model.layer_mixers:
             names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
-            sizes = {name: model.linear_sizes[name] for name in names}
-            linear = {"mixers": model.mixers, "linear": LinearSizes(**sizes)}
+            sizes = LinearSizes(**{name: model.linear_sizes[name] for name in names})
+            linear = {"mixers": model.mixers, "linear": sizes}
         experts = {}
         if "experts" in model.layer_feed_forwards:
             names = ("count", "top_k", "width", "shared_width", "shared_gate", "biases")
@@ -83,10 +83,8 @@ class NextToken(Objective):
         return batch
 
     def hidden(self, model: GPT, batch: TokenBatch) -> Float[Array, "B T width"]:
-        tokens: Any = batch.tokens
-        positions: Any = batch.positions
-        segment_ids: Any = batch.segment_ids
-        return model.hidden(tokens, positions, segment_ids)
+        arrays: Any = (batch.tokens, batch.positions, batch.segment_ids)
+        return model.hidden(*arrays)
 
     def make_optimizer(self, default: optax.GradientTransformation) -> optax.GradientTransformation:
         rate = self._config.model.experts.balance_rate

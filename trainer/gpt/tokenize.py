@@ -67,15 +67,8 @@ def tokenize(options: TokenizeOptions) -> str:
         The command that trains on it.
     """
     check_new("OUT", options.out)
-    config = DataConfig(
-        path=options.text,
-        tokenizer=options.tokenizer,
-        text_key=options.text_key,
-        end_of_document=options.end_of_document,
-        begin_of_document=options.begin_of_document,
-        validation_path=options.validation_path,
-        validation_fraction=options.validation_fraction,
-    )
+    settings = {x: value for x, value in vars(options).items() if x not in ("text", "out")}
+    config = DataConfig(path=options.text, **settings)
     files, validation = find_parts(config)
     if files.kind in TOKEN_KINDS:
         raise InputError(
@@ -84,11 +77,7 @@ def tokenize(options: TokenizeOptions) -> str:
         )
     check_effects(config, files, validation)
     text = open_text(files, validation, config, ANY_VOCABULARY)
-    write_folder(
-        options.out,
-        lambda part: encode_to_folder(text, part),
-        option="OUT",
-    )
+    write_folder(options.out, lambda part: encode_to_folder(text, part), option="OUT")
     train, held_out = read_encoded(options.out)
     say(
         f"{options.out}: {len(train.tokens):,} tokens of {train.documents:,} documents to train "

@@ -114,7 +114,8 @@ class FileTokenizer:
         self._begin = begin_of_document
         self._tokenizer = load_tokenizer(path).backend_tokenizer
         with _library_errors(path, OTHER_FILE):
-            self.digest = _digest(self._tokenizer)
+            text = f"{version('tokenizers')} {self._tokenizer.to_str()}"
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
         if begin_of_document is not None:
             self.digest += f" begin {begin_of_document}"
         ends = [self._tokenizer.token_to_id(name) for name in END_OF_DOCUMENT_NAMES]
@@ -303,12 +304,6 @@ def _counted(
         of_text[(starts < end) & (np.maximum(ends, starts + 1) > first) & (first < end)] = 1
     counted[len(starts) :] = 1
     return counted
-
-
-def _digest(tokenizer: Any) -> str:
-    """A hash of what tokens depend on."""
-    text = f"{version('tokenizers')} {tokenizer.to_str()}"
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager

@@ -108,7 +108,10 @@ def sample_videos(
     )
     weights = restored[0] if below is None else tuple(restored)
     drawn = drawing.draw(weights, given=given, without=without, seed=options.seed)
-    videos = [_with_first(config, *pair) for pair in zip(drawn, each, strict=True)]
+    videos = list(drawn)
+    if config.model.first_frame == "time":  # The model takes the first one as it is.
+        for video, clip in zip(videos, each, strict=True):
+            video[0] = clip.latent[0]
     names = [wish.name for wish in wishes for _ in range(options.samples)]
 
     def write_one(file: IO[bytes]) -> None:
@@ -300,12 +303,3 @@ def _clip_of(path: Path, config: WanTrainConfig) -> Clip:
                 "encoded for this model."
             )
     return Clip(**{"latent": np.zeros(shape, np.float32)} | found)
-
-
-def _with_first(
-    config: WanTrainConfig, video: Float32[np.ndarray, "F H W C"], clip: Clip
-) -> Float32[np.ndarray, "F H W C"]:
-    """A video whose first frame is the one that is given, if the model takes it as it is."""
-    if config.model.first_frame == "time":
-        video[0] = clip.latent[0]
-    return video

@@ -56,15 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Imported here, as it imports jax: `--help` and a mistyped flag must be fast.
     from trainer.gpt.export.writing import export_run
 
-    done = export_run(
-        options.run_dir,
-        config,
-        options.out,
-        step=options.step,
-        dtype=options.dtype,
-        merge=options.merge,
-        note=say,
-    )
+    done = export_run(config=config, note=say, **vars(options))
     files = "1 file" if done.files == 1 else f"{done.files} files"
     what, loads = "the model", "transformers.AutoModelForCausalLM"
     if config.freezes and not options.merge:

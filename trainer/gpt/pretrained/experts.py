@@ -38,11 +38,7 @@ def with_experts(tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> Ten
             rows = wanted[name][0]
             count = 1 if which == "down" else 2
             shape = tensors.shapes.get(fused, ())
-            if (
-                len(shape) == 3
-                and shape[0] > expert
-                and shape[1:] == (count * rows, wanted[name][1])
-            ):
+            if shape[1:] == (count * rows, wanted[name][1]) and shape[0] > expert:
                 before = rows if which == "up" else 0
                 give(name, _OfExpert(tensors.slices[fused], expert, before), tensors.dtypes[fused])
                 used.add(fused)
