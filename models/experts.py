@@ -323,10 +323,6 @@ def by_group(
     return lax.scan(step, _zeros(x.shape, weights, x, shares), tiles)[0]
 
 
-def _forward(expert: Any, *arguments: Any) -> tuple[Array, Any]:
-    return by_group(expert, *arguments), arguments
-
-
 def _backward(expert: Any, arguments: Any, dout: Array) -> tuple[Any, ...]:
     weights, x, chosen, shares = arguments
     narrow, tiles = _narrow(weights, x.dtype), tiles_of(chosen, _count(weights))
@@ -342,17 +338,12 @@ def _backward(expert: Any, arguments: Any, dout: Array) -> tuple[Any, ...]:
         dx = dx.at[token].add(of_x.astype(jnp.float32), **options)
         return (dweights, dx, dshares.at[tile.row].set(of_shares, **options)), None
 
-    like = (weights, x, shares, dout)
-    first = (
-        jax.tree.map(lambda w: _zeros(w.shape, like), weights),
-        _zeros(x.shape, like),
-        _zeros(shares.size, like),
-    )
+    first = _zero_gradients(weights, x, shares, dout)
     (dweights, dx, dshares), _ = lax.scan(step, first, tiles)
     return dweights, dx.astype(x.dtype), None, dshares.reshape(shares.shape)
 
 
-by_group.defvjp(_forward, _backward)
+by_group.defvjp(lambda expert, *given: (by_group(expert, *given), given), _backward)
 
 
 DISPATCHES = 4
@@ -390,10 +381,6 @@ def by_dispatch(
     return lax.fori_loop(0, dispatch.messages, step, _zeros(x.shape, weights, x, shares))
 
 
-def _dispatch_forward(expert: Any, axes: Any, *arguments: Any) -> tuple[Array, Any]:
-    return by_dispatch(expert, axes, *arguments), arguments
-
-
 def _dispatch_backward(expert: Any, axes: Any, arguments: Any, dout: Array) -> tuple[Any, ...]:
     weights, x, chosen, shares = arguments
     dispatch = _Dispatch(axes, _count(weights), chosen)
@@ -412,17 +399,14 @@ def _dispatch_backward(expert: Any, axes: Any, arguments: Any, dout: Array) -> t
         dshares = dshares.at[rows].set(of_shares, mode="drop")
         return jax.tree.map(jnp.add, dweights, of_weights), dx, dshares
 
-    like = (weights, x, shares, dout)
-    first = (
-        jax.tree.map(lambda w: _zeros(w.shape, like), weights),
-        _zeros(x.shape, like),
-        _zeros(shares.size, like),
-    )
+    first = _zero_gradients(weights, x, shares, dout)
     dweights, dx, dshares = lax.fori_loop(0, dispatch.messages, step, first)
     return dweights, dx.astype(x.dtype), None, dshares.reshape(shares.shape)
 
 
-by_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+by_dispatch.defvjp(
+    lambda expert, axes, *given: (by_dispatch(expert, axes, *given), given), _dispatch_backward
+)
 
 
 class _Dispatch:
@@ -484,6 +468,13 @@ def _weights_of(narrow: Any, expert: Array) -> Any:
     return jax.tree.map(
         lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(jnp.float32), narrow
     )
+
+
+def _zero_gradients(weights: Any, x: Array, shares: Array, dout: Array) -> tuple[Any, Array, Array]:
+    """Zeros to which the gradients of weights, x and shares are added; of shares in one row."""
+    given = (weights, x, shares, dout)
+    of_weights = jax.tree.map(lambda w: _zeros(w.shape, given), weights)
+    return of_weights, _zeros(x.shape, given), _zeros(shares.size, given)
 
 
 def _zeros(shape: Any, *like: Any) -> Float32[Array, "..."]:

@@ -94,10 +94,6 @@ def project(
     )
 
 
-def _project_forward(x: Array, kernel: Array, *options: Any) -> tuple[Array, Any]:
-    return project(x, kernel, *options), (x, kernel)
-
-
 def _project_backward(contracted: int, _: Any, residuals: Any, dout: Array) -> tuple[Array, Array]:
     x, kernel = residuals
     dout = dout.astype(x.dtype)
@@ -114,7 +110,7 @@ def _project_backward(contracted: int, _: Any, residuals: Any, dout: Array) -> t
     return dx, dkernel.astype(kernel.dtype)
 
 
-project.defvjp(_project_forward, _project_backward)
+project.defvjp(lambda x, w, *options: (project(x, w, *options), (x, w)), _project_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -135,10 +131,6 @@ def project_to_rows(
     )
 
 
-def _to_rows_forward(x: Array, table: Array, out_dtype: Any) -> tuple[Array, Any]:
-    return project_to_rows(x, table, out_dtype), (x, table)
-
-
 def _to_rows_backward(_: Any, residuals: Any, dout: Array) -> tuple[Array, Array]:
     x, table = residuals
     dout = dout.astype(x.dtype)
@@ -149,7 +141,10 @@ def _to_rows_backward(_: Any, residuals: Any, dout: Array) -> tuple[Array, Array
     return jnp.tensordot(dout, table.astype(x.dtype), 1), dtable.astype(table.dtype)
 
 
-project_to_rows.defvjp(_to_rows_forward, _to_rows_backward)
+project_to_rows.defvjp(
+    lambda x, table, out_dtype: (project_to_rows(x, table, out_dtype), (x, table)),
+    _to_rows_backward,
+)
 
 
 def _last(x: Array, count: int) -> tuple[int, ...]:
