@@ -16,6 +16,7 @@ computes the same parts.
 from __future__ import annotations
 
 import bisect
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -377,7 +378,8 @@ class PartStream(Iterator[list[BatchPart]]):
         for stretch in self._stretches:
             steps = self._steps_of(numbers, stretch)
             self._left = steps[stretch["steps"] :]
-            numbers = np.array([x for step in self._left for x in _documents_of(step)], np.int64)
+            rows = (row for step in self._left for part in step for row in part.rows)
+            numbers = np.array([number for row in rows for number in row], np.int64)
 
     def _steps_of(self, numbers: np.ndarray, settings: Mapping[str, Any]) -> list[list[BatchPart]]:
         """The steps of the documents of a window, or of those that are still to come."""
@@ -445,10 +447,6 @@ class PartStream(Iterator[list[BatchPart]]):
         self._go_to(state["epoch"], state["opened"], before)
 
 
-def _documents_of(parts: Iterable[BatchPart]) -> Iterator[int]:
-    return (number for part in parts for row in part.rows for number in row)
-
-
 def _shuffled(count: int, *seed: int) -> np.ndarray:
     """The numbers below count in random order, which no later NumPy changes: only the raw bits of
     a generator are promised to stay."""
@@ -501,9 +499,9 @@ def summary(
     lengths = np.asarray(lengths, np.int64)
     tokens = alone = 0
     work = seconds = hops = 0.0
-    count: dict[int, int] = {}
-    for part in (part for step in steps for part in step):
-        count[part.c] = count.get(part.c, 0) + 1
+    count: Counter[int] = Counter()
+    for part in itertools.chain.from_iterable(steps):
+        count[part.c] += 1
         rows = [lengths[list(row)] for row in part.rows]
         pairs = [float(cost.visible_pairs(n).sum()) for n in rows]
         of_part = sum(int(n.sum()) for n in rows)
@@ -514,7 +512,7 @@ def summary(
         hops += cost.hop * share * (part.c - 1)
     return PartSummary(
         tokens=tokens,
-        places=sum(count.values()) * devices * share,
+        places=count.total() * devices * share,
         alone=alone,
         seconds=seconds + hops,
         balance=seconds / work if work else 1.0,

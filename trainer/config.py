@@ -153,8 +153,7 @@ class MeshConfig:
             )
         others = {"c": self.c, "devices_per_node": self.devices_per_node}
         for name, degree in {**others, **self.degrees}.items():
-            if degree is not None:
-                check_minimum(f"mesh.{name}", degree, 1)
+            check_minimum(f"mesh.{name}", degree, 1)
         is_named = self.order is not None and len(self.order) == 1 and self.order[0] not in ROLES
         if self.order is not None and not is_named and sorted(self.order) != sorted(ROLES):
             raise InputError(
@@ -208,8 +207,7 @@ class OptimizerConfig:
         for name in ("final_learning_rate", "weight_decay"):
             check_minimum(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("warmup_fraction", "beta1", "beta2", "momentum", "decay_fraction"):
-            if getattr(self, name) is not None:
-                check_range(f"optimizer.{name}", getattr(self, name), "at least 0 and below 1")
+            check_range(f"optimizer.{name}", getattr(self, name), "at least 0 and below 1")
         owners = ("decay_fraction", "schedule", "wsd"), ("momentum", "kind", "muon")
         for name, setting, needed in owners:
             if getattr(self, name) is not None and getattr(self, setting) != needed:
@@ -519,8 +517,7 @@ class TrainConfig:
             *("batch_size", "gradient_accumulation", "log_every", "validation_every"),
             *("validation_sequences", "non_finite_limit", "devices", "tile"),
         ):
-            if getattr(self, name) is not None:
-                check_minimum(name, getattr(self, name), 1)
+            check_minimum(name, getattr(self, name), 1)
         check_folder("run_dir", self.run_dir)
         if self.mirror is not None:
             check_mirror(self.mirror)
@@ -540,9 +537,8 @@ class TrainConfig:
                 f"gradient_accumulation={self.gradient_accumulation}. Use batch_size="
                 f"{-(-self.batch_size // parts) * parts}."
             )
-        if self.ema_decay is not None:
-            way_out = "Use 0.999, or None for no average."
-            check_range("ema_decay", self.ema_decay, "above 0 and below 1", way_out)
+        way_out = "Use 0.999, or None for no average."
+        check_range("ema_decay", self.ema_decay, "above 0 and below 1", way_out)
         if self.offload and self.remat in ("auto", "none"):
             raise InputError(
                 "offload moves what remat saves, so it needs a remat by its name; got "
@@ -642,8 +638,8 @@ def _check_alone(group: str, needed: str, switch: str | None, **others: str | No
 
 
 def check_minimum(name: str, value: Any, minimum: int) -> None:
-    """Raises ValueError unless a setting is finite and not below its minimum."""
-    if not minimum <= value < math.inf:
+    """Raises ValueError unless a setting is None, or finite and not below its minimum."""
+    if value is not None and not minimum <= value < math.inf:
         raise InputError(
             f"{name} must be at least {minimum}; got {name}={value}. Leave it out for the default."
         )
@@ -659,9 +655,9 @@ RANGES: Mapping[str, Callable[[float], bool]] = {
 
 
 def check_range(
-    name: str, value: float, rule: str, way_out: str = "Leave it out for the default."
+    name: str, value: float | None, rule: str, way_out: str = "Leave it out for the default."
 ) -> None:
-    """Raises ValueError unless a setting is in one of `RANGES`."""
-    if not RANGES[rule](value):
+    """Raises ValueError unless a setting is None, or in one of `RANGES`."""
+    if value is not None and not RANGES[rule](value):
         field = name.rpartition(".")[2]
         raise InputError(f"{name} must be {rule}; got {field}={value}. {way_out}")

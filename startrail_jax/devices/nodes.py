@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from startrail_jax.devices.degrees import ROLES, Axis, Degrees
 from startrail_jax.errors import InputError
+from startrail_jax.values import is_whole
 
 ORDERS = {
     "rings_inside": ("data", "group", "team", "head", "ring", "tensor"),
@@ -86,8 +87,7 @@ def check_devices_per_node(num_devices: int, devices_per_node: int) -> None:
     Raises:
         ValueError: if they do not.
     """
-    is_number = isinstance(devices_per_node, int) and not isinstance(devices_per_node, bool)
-    if is_number and devices_per_node >= 1 and num_devices % devices_per_node == 0:
+    if is_whole(devices_per_node, 1) and num_devices % devices_per_node == 0:
         return
     near = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     raise InputError(

@@ -226,7 +226,5 @@ class ImageOptions(SampleOptions):
     samples.npz in the folder of the run, or samples-2.png and so on where there are others."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "steps", "batch_size"):
+        for name in ("samples", "steps", "batch_size", "scale"):
             check_minimum(name, getattr(self, name), 1)
-        if self.scale is not None:
-            check_minimum("scale", self.scale, 1)

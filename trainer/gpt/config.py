@@ -76,8 +76,7 @@ class RopeConfig:
                 f"no other; got scaling={self.scaling!r}, original_length={self.original_length}. "
                 "Set both or neither."
             )
-        if self.original_length is not None:
-            check_minimum("model.rope.original_length", self.original_length, 1)
+        check_minimum("model.rope.original_length", self.original_length, 1)
         if self.turns is not None and (
             self.scaling not in ("llama3", "yarn") or not self.turns[0] > self.turns[1] > 0
         ):
@@ -126,15 +125,13 @@ class LinearConfig:
 
     def __post_init__(self) -> None:
         for name in ("heads", "key_heads", "key_dim", "value_dim", "conv"):
-            if getattr(self, name) is not None:
-                check_minimum(f"model.linear.{name}", getattr(self, name), 1)
+            check_minimum(f"model.linear.{name}", getattr(self, name), 1)
         if not 0 < self.largest_beta <= 2:
             raise InputError(
                 "model.linear.largest_beta must be above 0 and at most 2, above which states "
                 f"grow; got largest_beta={self.largest_beta}. Use 1 or 2."
             )
-        if self.norm_eps is not None:
-            check_range("model.linear.norm_eps", self.norm_eps, "above 0 and below 1")
+        check_range("model.linear.norm_eps", self.norm_eps, "above 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +170,7 @@ class ExpertsConfig:
     https://arxiv.org/abs/2202.08906)."""
 
     def __post_init__(self) -> None:
-        for name in ("count", "top_k", *(["width"] if self.width is not None else [])):
+        for name in ("count", "top_k", "width"):
             check_minimum(f"model.experts.{name}", getattr(self, name), 1)
         check_minimum("model.experts.shared_width", self.shared_width, 0)
         if self.top_k > self.count:
@@ -276,12 +273,10 @@ class GPTConfig:
                 "model.head_dim must be even for rotary positions; got "
                 f"head_dim={self.head_dim}. Use {self.head_dim + 1}."
             )
-        if self.scale_dim is not None:
-            check_minimum("model.scale_dim", self.scale_dim, 1)
+        check_minimum("model.scale_dim", self.scale_dim, 1)
         for name in ("softcap", "output_softcap"):
             value, way_out = getattr(self, name), "Leave it out for none."
-            if value is not None:
-                check_range(f"model.{name}", value, "above 0 and finite", way_out)
+            check_range(f"model.{name}", value, "above 0 and finite", way_out)
         self._check_patterns()
         check_range("model.norm_eps", self.norm_eps, "above 0 and below 1")
 
@@ -491,18 +486,17 @@ class DataConfig:
         way_out, fraction = "Use 0.05, or give --data.validation-path.", self.validation_fraction
         check_range("data.validation_fraction", fraction, "above 0 and below 1", way_out)
         for name in ("end_of_document", "begin_of_document"):
-            if getattr(self, name) is not None:
-                check_minimum(f"data.{name}", getattr(self, name), 0)
+            check_minimum(f"data.{name}", getattr(self, name), 0)
         check_minimum("data.draw", self.draw, 1)
-        if self.longest_document is not None:
-            check_minimum("data.longest_document", self.longest_document, 1)
-            if self.batches == "documents" or not self.mask_documents:
-                raise InputError(
-                    "data.longest_document needs rows of documents that do not attend to each "
-                    f"other; got longest_document={self.longest_document}, batches="
-                    f"{self.batches!r}, mask_documents={self.mask_documents}. Use --data.batches "
-                    "rows and --data.mask-documents, or leave it out."
-                )
+        check_minimum("data.longest_document", self.longest_document, 1)
+        in_vain = self.batches == "documents" or not self.mask_documents
+        if self.longest_document is not None and in_vain:
+            raise InputError(
+                "data.longest_document needs rows of documents that do not attend to each "
+                f"other; got longest_document={self.longest_document}, batches="
+                f"{self.batches!r}, mask_documents={self.mask_documents}. Use --data.batches "
+                "rows and --data.mask-documents, or leave it out."
+            )
         if self.batches == "documents" and not self.mask_documents:
             raise InputError(
                 "Whole documents attend to themselves alone; got data.batches='documents' and "

@@ -73,11 +73,6 @@ def restore_model(
     return join_frozen(weights, base), found
 
 
-def is_adapter(path: str) -> bool:
-    """Whether a weight, such as blocks/attention/query/lora_a, is part of an adapter."""
-    return path.rpartition("/")[2] in ADAPTERS
-
-
 def as_matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inputs outputs"]:
     """A matrix of an adapter of one layer, with a single dimension beside the rank."""
     return x.reshape(-1, x.shape[-1]) if kind == ADAPTERS[0] else x.reshape(x.shape[0], -1)
@@ -111,7 +106,8 @@ def write_merged(
     stem: str = MODEL,
 ) -> None:
     """Writes the files of a model, whose adapters are added to the weights."""
-    found = dict(places({x: tuple(y.shape) for x, y in arrays.items() if not is_adapter(x)}))
+    shapes = {x: y.shape for x, y in arrays.items() if x.rpartition("/")[2] not in ADAPTERS}
+    found = dict(places(shapes))
 
     def weight(path: str, number: int) -> Shaped[np.ndarray, "..."]:
         return merged(arrays, path, found[path], number, lora)

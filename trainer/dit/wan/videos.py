@@ -45,7 +45,7 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
     """The videos of a folder and of its subfolders. Their captions are in a JSONL file with `file`,
     a path in the folder, and `caption`, or by default in a file NAME.txt beside each NAME.mp4."""
     with reading(folder):
-        files = sorted(x for x in walk_files(folder) if _suffix(x) in SUFFIXES)
+        files = sorted(x for x in walk_files(folder) if PurePosixPath(x).suffix.lower() in SUFFIXES)
     if not files:
         raise InputError(
             f"VIDEOS must hold files {', '.join(SUFFIXES)}; got none in {str(folder)!r}. Give "
@@ -72,10 +72,6 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
             f"such as {lacking[0]!r}. Write them, or remove these videos."
         )
     return found
-
-
-def _suffix(file: str) -> str:
-    return PurePosixPath(file).suffix.lower()
 
 
 def _caption_of(line: Any) -> tuple[str, str]:
