@@ -134,17 +134,11 @@ def in_layout_order(batch: TokenBatch, layout: Layout) -> TokenBatch:
     length = batch.tokens.shape[1]
     missing = ((0, 0), (0, layout.padded_length(length) - length))
 
-    def placed(x: Any, fill: int = 0) -> np.ndarray:
-        return layout.permute(np.pad(x, missing, constant_values=fill))
+    def placed(name: str, x: Any) -> Any:
+        fill = PADDING if name == "segment_ids" else 0
+        return None if x is None else layout.permute(np.pad(x, missing, constant_values=fill))
 
-    ids: Any = batch.segment_ids
-    return TokenBatch(
-        tokens=placed(batch.tokens),
-        targets=placed(batch.targets),
-        positions=placed(batch.positions),
-        segment_ids=None if ids is None else placed(ids, PADDING),
-        weights=placed(batch.weights),
-    )
+    return TokenBatch(**{name: placed(name, x) for name, x in batch._asdict().items()})
 
 
 def collate(

@@ -633,13 +633,12 @@ class GPTTrainConfig(TrainConfig):
 
 def attention_of(model: GPTConfig) -> dict[str, Any]:
     """Options of `startrail_jax.Attention` that belong to a model."""
-    scale = None if model.scale_dim is None else model.scale_dim**-0.5
     windows = set(model.attention_windows)
     return {
         "layout": "zigzag",
         "window": windows.pop() if len(windows) == 1 else None,
         "softcap": model.softcap,
-        "scale": scale,
+        "scale": None if model.scale_dim is None else model.scale_dim**-0.5,
     }
 
 

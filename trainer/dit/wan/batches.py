@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.models import IMAGE_TOKENS
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import OfRows
 from trainer.dit.batches import Grid
@@ -110,25 +108,3 @@ def padded_text(text: Float[np.ndarray, "S D"], length: int) -> Float[np.ndarray
             f"Encode them again, or use --model.text-tokens {len(text)}."
         )
     return np.pad(text.astype(jnp.bfloat16), ((0, length - len(text)), (0, 0)))
-
-
-def batch_shapes(config: WanTrainConfig, layout: Layout) -> ClipBatch:
-    """The shapes of a batch of videos of `config.size`."""
-    model, rows = config.model, config.batch_size
-    tokens = layout.padded_length(config.num_tokens)
-
-    def shape(*sizes: int, dtype: Any = jnp.float32) -> Any:
-        return jax.ShapeDtypeStruct((rows, *sizes), dtype)
-
-    channels = config.patch_elements // model.channels * model.given_channels
-    text = shape(model.text_tokens, model.text_dim, dtype=jnp.bfloat16)
-    image = None
-    if model.image_dim is not None:
-        image = shape(IMAGE_TOKENS, model.image_dim, dtype=jnp.bfloat16)
-    return ClipBatch(
-        patches=shape(tokens, config.patch_elements),
-        given=shape(tokens, channels) if channels else None,
-        numbers=shape(dtype=jnp.int32),
-        rows=OfRows(Texts(text, text, image)),
-        grid=Grid.of(config.size, model.patch),
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -12,12 +13,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.hooks import Hooks
 from models.wan import Wan
+from startrail_jax.planner.models import IMAGE_TOKENS
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import OfRows
 from trainer.dit.batches import Grid, tokens_of
 from trainer.dit.diffusion import draw_times
 from trainer.dit.objective import Denoiser
-from trainer.dit.wan.batches import ClipBatch, Texts, batch_shapes
+from trainer.dit.wan.batches import ClipBatch, Texts
 from trainer.objective import add_lora
 
 
@@ -89,7 +91,24 @@ class VideoFlow(Denoiser):
         return wan
 
     def batch_shapes(self, layout: Layout) -> ClipBatch:
-        return batch_shapes(self._config, layout)
+        config, model = self._config, self._config.model
+        tokens = layout.padded_length(config.num_tokens)
+
+        def shape(*sizes: int, dtype: Any = jnp.float32) -> Any:
+            return jax.ShapeDtypeStruct((config.batch_size, *sizes), dtype)
+
+        channels = config.patch_elements // model.channels * model.given_channels
+        text = shape(model.text_tokens, model.text_dim, dtype=jnp.bfloat16)
+        image = None
+        if model.image_dim is not None:
+            image = shape(IMAGE_TOKENS, model.image_dim, dtype=jnp.bfloat16)
+        return ClipBatch(
+            patches=shape(tokens, config.patch_elements),
+            given=shape(tokens, channels) if channels else None,
+            numbers=shape(dtype=jnp.int32),
+            rows=OfRows(Texts(text, text, image)),
+            grid=Grid.of(config.size, model.patch),
+        )
 
     def draw_time(self, key: Key[Array, ""]) -> Float32[Array, ""]:
         diffusion = self._config.diffusion

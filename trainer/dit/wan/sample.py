@@ -47,14 +47,6 @@ class _Model(NamedTuple):
     guidance: float
 
 
-class _Wish(NamedTuple):
-    """What to draw."""
-
-    name: str
-    clip: Clip
-    """Its latent is that of the first frame, if the model begins with one."""
-
-
 def sample_videos(
     run_dir: Path, config: WanTrainConfig, options: VideoOptions, session: Session
 ) -> None:
@@ -79,7 +71,8 @@ def sample_videos(
     out = file_to_write(run_dir, options.out, suffixes, what, session)
     torch_models = _torch_models(config, options)
     wishes, empty = _wishes(run, config, options, torch_models)
-    rows = min(options.batch_size, len(wishes) * options.samples)
+    each = [clip for _, clip in wishes for _ in range(options.samples)]
+    rows = min(options.batch_size, len(each))
     programs = [
         program_to_draw(_of_size(model.config, options), session, VideoFlow, rows)
         for model in models
@@ -96,9 +89,8 @@ def sample_videos(
         weights, step = restore_model(model.folder, model.config, shapes, note=session.note)
         session.note(f"model: {model.folder} after step {step}")
         restored.append(weights)
-    for wish in wishes:
-        session.note(f"row: {wish.name}")
-    each = [wish.clip for wish in wishes for _ in range(options.samples)]
+    for name, _ in wishes:
+        session.note(f"row: {name}")
     objective: Any = program.objective
     numbers, layout = list(range(len(each))), program.attention.layout
     batch = clip_batch(each, numbers, empty=empty, config=config, layout=layout)
@@ -112,7 +104,7 @@ def sample_videos(
     if config.model.first_frame == "time":  # The model takes the first one as it is.
         for video, clip in zip(videos, each, strict=True):
             video[0] = clip.latent[0]
-    names = [wish.name for wish in wishes for _ in range(options.samples)]
+    names = [name for name, _ in wishes for _ in range(options.samples)]
 
     def write_one(file: IO[bytes]) -> None:
         if out.suffix == ".npz":
@@ -223,8 +215,9 @@ def _wishes(
     config: WanTrainConfig,
     options: VideoOptions,
     torch_models: TorchModels | None,
-) -> tuple[list[_Wish], Float[np.ndarray, "S D"]]:
-    """What is drawn, and the text of nothing."""
+) -> tuple[list[tuple[str, Clip]], Float[np.ndarray, "S D"]]:
+    """What is drawn, by its name, and the text of nothing. The latent of a clip is that of the
+    first frame, if the model begins with one."""
     files, prompts, text_dim = options.prompt_embeddings, options.prompt, config.model.text_dim
     if config.data.path is None:
         if files:
@@ -234,7 +227,7 @@ def _wishes(
             )
         latent = np.zeros((*config.size, config.model.channels), np.float32)
         captions = prompts or CAPTIONS
-        found = [_Wish(x, Clip(latent, embedded(x, text_dim))) for x in captions]
+        found = [(x, Clip(latent, embedded(x, text_dim))) for x in captions]
         return found, embedded("", text_dim)
     empty = read_empty(config.data.path)
     if prompts is not None:
@@ -246,14 +239,14 @@ def _wishes(
         first = _first_frame(config, options.image, torch_models)
         texts = [torch_models.text(x, most=config.model.text_tokens) for x in prompts]
         pairs = zip(prompts, texts, strict=True)
-        return [_Wish(x, Clip(text=text, **first)) for x, text in pairs], empty
+        return [(x, Clip(text=text, **first)) for x, text in pairs], empty
     if files:
-        return [_Wish(str(path), _clip_of(path, config)) for path in files], empty
+        return [(str(path), _clip_of(path, config)) for path in files], empty
     held_out: Any = open_clips(run, list).held_out
     for index, number in enumerate(held_out.numbers):
         line = held_out.source.lines[number]
         if line.size == config.size:
-            return [_Wish(line.caption, held_out[index])], empty
+            return [(line.caption, held_out[index])], empty
     raise InputError(
         f"A video of the size to draw must be held out; got none of {name_of(config.size)}. Use "
         "--prompt-embeddings FILE, or another --size."

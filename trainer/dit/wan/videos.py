@@ -53,8 +53,9 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
         )
     known: dict[str, str] = {}
     if captions is not None:
-        fields = dict(needed="file and caption", way_out="Correct it.")
-        known = dict(json_lines(captions, _caption_of, **fields))
+        options = dict(needed="file and caption", way_out="Correct it.")
+        lines = json_lines(captions, lambda x: (str(x["file"]), str(x["caption"])), **options)
+        known = {file: caption.strip() for file, caption in lines}
     found, lacking = [], []
     for file in files:
         beside = (folder / file).with_suffix(".txt")
@@ -72,10 +73,6 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
             f"such as {lacking[0]!r}. Write them, or remove these videos."
         )
     return found
-
-
-def _caption_of(line: Any) -> tuple[str, str]:
-    return str(line["file"]), str(line["caption"]).strip()
 
 
 def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
