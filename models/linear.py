@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from startrail_jax.errors import InputError
@@ -97,16 +96,10 @@ def project(
 def _project_backward(contracted: int, _: Any, residuals: Any, dout: Array) -> tuple[Array, Array]:
     x, kernel = residuals
     dout = dout.astype(x.dtype)
-    outputs = kernel.ndim - contracted
+    outputs = tuple(range(contracted - kernel.ndim, 0))
     tokens = tuple(range(x.ndim - contracted))
-    dx = lax.dot_general(
-        dout,
-        kernel.astype(x.dtype),
-        ((_last(dout, outputs), tuple(range(contracted, kernel.ndim))), ((), ())),
-    )
-    dkernel = lax.dot_general(
-        x, dout, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32
-    )
+    dx = jnp.tensordot(dout, kernel.astype(x.dtype), (outputs, outputs))
+    dkernel = jnp.tensordot(x, dout, (tokens, tokens), preferred_element_type=jnp.float32)
     return dx, dkernel.astype(kernel.dtype)
 
 
@@ -123,11 +116,8 @@ def project_to_rows(
     transpose of another one with its product, in a form that its compiler for CPUs lacks for 16-bit
     arrays.
     """
-    return lax.dot_general(
-        x,
-        table.astype(x.dtype),
-        ((_last(x, 1), (1,)), ((), ())),
-        preferred_element_type=out_dtype or x.dtype,
+    return jnp.tensordot(
+        x, table.astype(x.dtype), (-1, 1), preferred_element_type=out_dtype or x.dtype
     )
 
 
@@ -135,9 +125,7 @@ def _to_rows_backward(_: Any, residuals: Any, dout: Array) -> tuple[Array, Array
     x, table = residuals
     dout = dout.astype(x.dtype)
     tokens = tuple(range(x.ndim - 1))
-    dtable = lax.dot_general(
-        dout, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32
-    )
+    dtable = jnp.tensordot(dout, x, (tokens, tokens), preferred_element_type=jnp.float32)
     return jnp.tensordot(dout, table.astype(x.dtype), 1), dtable.astype(table.dtype)
 
 
@@ -145,7 +133,3 @@ project_to_rows.defvjp(
     lambda x, table, out_dtype: (project_to_rows(x, table, out_dtype), (x, table)),
     _to_rows_backward,
 )
-
-
-def _last(x: Array, count: int) -> tuple[int, ...]:
-    return tuple(range(x.ndim - count, x.ndim))

@@ -112,11 +112,9 @@ class Generator:
             chosen = np.asarray(new)[: len(prompts)]
             ended |= np.isin(chosen, ends)
             yield tuple(None if end else int(x) for x, end in zip(chosen, ended, strict=True))
-            if i + 1 < num_tokens and not ended.all():
-                at = self._place(lengths + i, rows)
-                new, caches = self.decode(weights, caches, new, at)
-            elif ended.all():
+            if i + 1 == num_tokens or ended.all():
                 return
+            new, caches = self.decode(weights, caches, new, self._place(lengths + i, rows))
 
     def _batch(
         self, prompts: list[Any], num_tokens: int

@@ -39,15 +39,14 @@ def check_merge(config: TrainConfig, run_dir: Path, *, merge: bool) -> None:
 
 def shapes_on_host(objective: Objective) -> Any:
     """Shapes of the weights of a model, on one device of the host."""
-
-    def make_model() -> nnx.Module:
-        return objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
-
+    model = nnx.eval_shape(
+        lambda: objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
+    )
     # A command of one process needs no accelerator.
     place = SingleDeviceSharding(jax.devices("cpu")[0])
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        nnx.state(nnx.eval_shape(make_model)),
+        nnx.state(model),
     )
 
 
