@@ -156,10 +156,8 @@ class _Assignment:
                 "of a usual model."
             )
         divisors = [c for c in range(1, devices + 1) if devices % c == 0]
-        if degrees is not None:
-            given = degrees if isinstance(degrees, Iterable) else (degrees,)
-            degrees = [whole(c) for c in given]
-        degrees = divisors if degrees is None else degrees
+        given = degrees if degrees is None or isinstance(degrees, Iterable) else (degrees,)
+        degrees = divisors if given is None else [whole(c) for c in given]
         if not degrees or not all(is_whole(c, 1) and c in divisors for c in degrees):
             raise InputError(
                 f"The degrees of parts must divide the devices; got degrees={degrees}, "

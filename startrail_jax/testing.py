@@ -216,7 +216,12 @@ def assert_exact(
     found = _forward_and_backward(chex, attention_fn or attention, placed)
     like = {"out": placed.dout, "lse": placed.dlse}
     like |= {"dq": placed.query, "dk": placed.key, "dv": placed.value}
-    chex.assert_trees_all_equal_comparator(_same_sharding, _sharding_message, found, like)
+    chex.assert_trees_all_equal_comparator(
+        lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim),
+        lambda x, y: f"the sharding must be {y.sharding}; got {x.sharding}",
+        found,
+        like,
+    )
     _assert_values(chex, attention, inputs, found, tolerance)
 
 
@@ -448,14 +453,6 @@ def _forward_and_backward(
 
 
 # The comparison ---------------------------------------------------------------------------------
-
-
-def _same_sharding(found: jax.Array, like: jax.Array) -> bool:
-    return found.sharding.is_equivalent_to(like.sharding, found.ndim)
-
-
-def _sharding_message(found: jax.Array, like: jax.Array) -> str:
-    return f"the sharding must be {like.sharding}; got {found.sharding}"
 
 
 def _assert_values(

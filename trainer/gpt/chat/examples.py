@@ -123,7 +123,14 @@ def _checked(messages: Any, place: str) -> Messages:
             "A conversation must have a message of the assistant, which is what the loss counts; "
             f"got the roles {roles} in {place!r}. Rename the roles, or remove the line."
         )
-    return [_with_text(message, place) for message in messages]
+    for message in messages:
+        content = message.get("content")  # Templates expect a text.
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise InputError(
+                "The content of a message must be a text, which only a message with tool_calls "
+                f"may leave out; got {_shortened(message)} in {place!r}. Mend or remove the line."
+            )
+    return messages
 
 
 def _parsed(key: str, value: Any, record: Record) -> Any:
@@ -147,17 +154,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(x) for key, x in value.items() if x is not None}
     return [_without_nulls(x) for x in value] if isinstance(value, list) else value
-
-
-def _with_text(message: dict[str, Any], place: str) -> dict[str, Any]:
-    """A message whose content is text, as templates expect."""
-    content = message.get("content")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise InputError(
-            "The content of a message must be a text, which only a message with tool_calls may "
-            f"leave out; got {_shortened(message)} in {place!r}. Mend or remove the line."
-        )
-    return message
 
 
 def _counts(message: dict[str, Any], place: str) -> bool:

@@ -67,10 +67,8 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
     assert folder is not None, "the caller asks for it"
     described = read_description(folder)
     with open_tensors(folder, name_of=name_of_text, part_of=part_of) as tensors:
-        named = {
-            path_name(path): tuple(x.shape)
-            for path, x in jax.tree_util.tree_leaves_with_path(shapes)
-        }
+        leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        named = {path_name(path): tuple(x.shape) for path, x in leaves}
         found = dict(places(named, config.model, described.family))
         wanted = {name: place.whole_shape for place in found.values() for name in place.tensors}
         if described.family == "olmo_hybrid":
@@ -85,9 +83,8 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         tensors.check(wanted, tied=TIED if config.model.tied_head else {})
         begin = config.data.begin_of_document
         remark = check_tokenizer_of_model(folder / TOKENIZER, config.model.vocab_size, begin)
-        leaves = jax.tree.leaves(shapes)
-        size = sum(jnp.dtype(x.dtype).itemsize * x.size for x in leaves)
-        dtype = jnp.dtype(max(leaves, key=lambda x: x.size).dtype)
+        size = sum(jnp.dtype(x.dtype).itemsize * x.size for _, x in leaves)
+        dtype = jnp.dtype(max((x for _, x in leaves), key=lambda x: x.size).dtype)
         left_out = longer = ""
         for part, count in tensors.left_out.items():
             left_out += f"; without {count} tensors {part}*, which are no part of the text model"
