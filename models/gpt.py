@@ -247,9 +247,14 @@ class GPT(nnx.Module):
         """
         return self.logits(self.hidden(tokens, positions, segment_ids))
 
-    def hidden(self, *arguments: Any, **options: Any) -> Float[Array, "B T width"]:
+    def hidden(
+        self,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        segment_ids: Int32[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T width"]:
         """What `logits` takes: the last layer's output, normalised. Arguments as in `__call__`."""
-        return self.hidden_and_added(*arguments, **options)[0]
+        return self.hidden_and_added(tokens, positions, segment_ids)[0]
 
     def hidden_and_added(
         self,
