@@ -162,11 +162,8 @@ def _plan(args: argparse.Namespace) -> Any:
     )
 
 
-_NEEDED = ("nodes", "gpus_per_node", "gpu")
-
-
 def _check_cluster_flags(args: argparse.Namespace) -> None:
-    missing = [name for name in _NEEDED if getattr(args, name) is None]
+    missing = [x for x in ("nodes", "gpus_per_node", "gpu") if getattr(args, x) is None]
     if missing:
         raise InputError(
             "The cluster must be described by --nodes, --gpus-per-node and --gpu; got no "

@@ -126,7 +126,13 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     if "shared_expert_intermediate_size" in known and "moe_intermediate_size" in settings:
         settings.setdefault("intermediate_size", settings["moe_intermediate_size"])
     needed = [_HUGGING_FACE[x] for x in ("width", "layers", "heads", "mlp_width", "outputs")]
-    _require_sizes(_known(settings, name, needed), needed, name)
+    missing = [key for key in needed if key not in settings]
+    if missing:
+        raise InputError(
+            f"--model {name}: the file must describe a transformer; it has no {missing[0]!r}. Give "
+            "the sizes by flags instead: --width, --layers, --heads and so on."
+        )
+    _require_sizes(settings, needed, name)
     given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
     given.setdefault("kv_heads", given["heads"])
     if _type_of(settings) in _WITHOUT_GATE:
@@ -249,13 +255,3 @@ def _require_sizes(
     for key in keys:
         number = settings[key]
         _require(is_size(number), name, part + key, "a whole number of at least 1", number)
-
-
-def _known(settings: Mapping[str, Any], name: str, keys: Iterable[str]) -> Mapping[str, Any]:
-    missing = [key for key in keys if key not in settings]
-    if missing:
-        raise InputError(
-            f"--model {name}: the file must describe a transformer; it has no {missing[0]!r}. Give "
-            "the sizes by flags instead: --width, --layers, --heads and so on."
-        )
-    return settings

@@ -142,11 +142,7 @@ def _ordered(degrees: dict[str, np.ndarray], index: int, cluster: Cluster) -> Se
         published=np.zeros(count, bool),
     )
     # Of orders that differ in axes of degree 1, the one with these axes first, in their own order.
-    places = [SEQUENCE_ROLES.index(role) for role in order[1:-1]]
-    keys = [
-        np.where(degrees[role] == 1, place, 4)
-        for role, place in zip(order[1:-1], places, strict=True)
-    ]
+    keys = [np.where(degrees[role] == 1, SEQUENCE_ROLES.index(role), 4) for role in order[1:-1]]
     own = np.all([a <= b for a, b in itertools.pairwise(keys)], axis=0)
     settings = settings.take(own)
     return settings.take(Placement(settings, cluster).fits)
@@ -155,17 +151,11 @@ def _ordered(degrees: dict[str, np.ndarray], index: int, cluster: Cluster) -> Se
 def _legal_degrees(num_gpus: int, call: Call, given: dict[str, int]) -> dict[str, np.ndarray]:
     """The degrees that `train.py` takes for this call: see `trainer.parallel.checks.check_step`."""
     divisors = np.array([n for n in range(1, num_gpus + 1) if num_gpus % n == 0], np.int64)
-    model = call.model
-
-    def choices(role: str, limit: int) -> np.ndarray:
-        if role in given:
-            return np.array([given[role]], np.int64)
-        return divisors[limit % divisors == 0]
-
-    found = np.ones((1, 0), np.int64)
+    model, found = call.model, np.ones((1, 0), np.int64)
     limits = {"data": call.batch, "tensor": model.heads, "head": model.heads}
     for role in ("data", "tensor", "head", "team", "group"):
-        extra = choices(role, limits.get(role, num_gpus))
+        limit = limits.get(role, num_gpus)
+        extra = np.array([given[role]]) if role in given else divisors[limit % divisors == 0]
         found = np.concatenate(
             [np.repeat(found, len(extra), axis=0), np.tile(extra, len(found))[:, None]], axis=1
         )

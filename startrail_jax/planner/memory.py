@@ -15,6 +15,7 @@ https://arxiv.org/abs/2205.05198.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -108,11 +109,6 @@ class StepSizes:
     """For each large weight outside of the layers, its elements and the phase of its gradient."""
 
     @property
-    def mlp_tile(self) -> Amount:
-        """Tokens that the MLP treats at a time."""
-        return self.tile if self.remat in REPEATS_MLP else self.tokens
-
-    @property
     def stream(self) -> Amount:
         """Bytes of one activation of all tokens, [tokens, width]."""
         return self.tokens * self.model.width * self.model.itemsize
@@ -147,10 +143,7 @@ class Footprint:
     @property
     def device_bytes(self) -> Amount:
         """Device memory in the phase that takes most: an estimate."""
-        largest: Amount = 0
-        for size in self.phases.values():
-            largest = np.maximum(largest, size)
-        return _plain(self.always_bytes + largest)
+        return _plain(self.always_bytes + functools.reduce(np.maximum, self.phases.values(), 0))
 
     @property
     def always_bytes(self) -> Amount:
@@ -230,7 +223,9 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
         # What the norms took: the query as it was projected, and the key in float32.
         attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.model.itemsize / 2)
     if sizes.model.linear is not None:
-        attention = np.maximum(attention, _linear_attention_bytes(sizes))
+        # What its backward pass works on, and its inputs and gradients.
+        linear = _of_linear(sizes, "backward_bytes") + 4 * _linear_projections(sizes)
+        attention = np.maximum(attention, linear)
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
@@ -334,11 +329,6 @@ def _linear_projections(sizes: StepSizes) -> Amount:
 def _linear_states(sizes: StepSizes) -> Amount:
     """Bytes that linear attention keeps for its backward pass: states, maps and the output."""
     return _of_linear(sizes, "kept_bytes") + _of_linear(sizes, "output_bytes")
-
-
-def _linear_attention_bytes(sizes: StepSizes) -> Amount:
-    """The backward pass of linear attention: what it works on, and its inputs and gradients."""
-    return _of_linear(sizes, "backward_bytes") + 4 * _linear_projections(sizes)
 
 
 class _GatedDelta:
@@ -520,7 +510,7 @@ def _mlp_elements(sizes: StepSizes) -> Amount:
 def _mlp_bytes(sizes: StepSizes) -> Amount:
     """The backward pass of one MLP, one tile at a time: hidden channels, and the loop's weights."""
     model = sizes.model
-    tile = np.minimum(sizes.mlp_tile, sizes.tokens)
+    tile = np.minimum(sizes.tile if sizes.remat in REPEATS_MLP else sizes.tokens, sizes.tokens)
     hidden = model.mlp_width // sizes.degrees.tensor
     activations = 2 * model.mlp_matrices * tile * hidden * model.itemsize
     weights = _mlp_elements(sizes)

@@ -168,13 +168,12 @@ class Plan:
         ports = f"{cluster.ports} port{several} of {rate}{duplex} a node, "
         ports = ports if cluster.nodes > 1 else ""
         limit = self.options.memory_fraction * cluster.gpu.memory_bytes / GIB
-        head = [
+        return [
             f"{nodes}, {ports}{show_rate(cluster.gpu.inside_rate)} inside; "
             f"{call.model.name}, {show_count(call.seq_len)} tokens, batch {call.batch}",
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
         ]
-        return head
 
     def _tail(self) -> list[str]:
         if self.reason is None:
@@ -302,11 +301,8 @@ def _line(place: str, choice: Prediction, name: str | None = None, equal: bool =
 
 
 def _as_dict(choice: Prediction) -> dict[str, Any]:
-    derived = {
-        "compute_seconds": choice.compute_seconds,
-        "exposed_seconds": choice.exposed_seconds,
-    }
-    return asdict(choice) | derived
+    derived = ("compute_seconds", "exposed_seconds")
+    return asdict(choice) | {name: getattr(choice, name) for name in derived}
 
 
 def plan(
@@ -416,7 +412,7 @@ def plan_of(
     baselines = {
         name: choice
         for name, scheme in known.items()
-        for choice in found.best(found.mask(scheme) & alone & (ours | (name in _PUBLISHED)))
+        for choice in found.best(found.mask(scheme) & alone)
     }
     fits = ranked[0].fits
     whole = None if pieces is None else forecast(found, pieces)
@@ -439,6 +435,3 @@ def plan_of(
         num_candidates=len(found.seconds),
         num_fitting=int(np.count_nonzero(found.fits)),
     )
-
-
-_PUBLISHED = ("StarTrail as published",)

@@ -209,9 +209,8 @@ class Candidates:
                 if not len(legal):
                     continue
                 seconds = np.sum(list(step.parts(savings).values()), axis=0)[legal]
-                memory = np.broadcast_to(step.footprint(savings).device_bytes, len(step.settings))[
-                    legal
-                ]
+                memory = step.footprint(savings).device_bytes
+                memory = np.broadcast_to(memory, len(step.settings))[legal]
                 kind = np.full(len(legal), len(self.kinds))
                 self.kinds.append((step, savings))
                 found.append((kind, legal, seconds, memory))

@@ -287,10 +287,8 @@ class Step:
 
     def _tensor_sum(self) -> Cost:
         """One sum over `tensor` of an activation [tokens, width]."""
-        size, parts = (
-            self.tokens * self.call.model.width * self.call.model.itemsize,
-            self.settings.tensor,
-        )
+        model, parts = self.call.model, self.settings.tensor
+        size = self.tokens * model.width * model.itemsize
         received, inside = 2 * size * (parts - 1) / parts, self._links.inside["tensor"]
         return self._links.collective("all_reduce", parts, inside, received)
 
@@ -331,7 +329,8 @@ class Step:
             optimizer_bytes=2 * _FLOAT32 * trained,
             average_bytes=_FLOAT32 * trained * model.average,
             frozen_bytes=itemsize * (frozen // shards),
-            batch_bytes=tokens * _batch_bytes(self.call),
+            # Ids, targets, positions and documents, or a patch.
+            batch_bytes=tokens * _FLOAT32 * (4 + model.outputs * model.takes_values),
             shard_elements=trained,
             whole_elements=self.whole_elements,
             stacked_elements=self.stacked_elements,
@@ -357,11 +356,6 @@ class Step:
 
     def footprint(self, savings: Savings) -> Footprint:
         return footprint_of(self.sizes(savings))
-
-
-def _batch_bytes(call: Call) -> int:
-    """Bytes of a batch for each token: ids, targets, positions and documents, or a patch."""
-    return _FLOAT32 * (call.model.outputs + 4 if call.model.takes_values else 4)
 
 
 def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
