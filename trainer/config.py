@@ -41,11 +41,7 @@ class Distributed:
     """Seconds without a heartbeat after which a process counts as lost, and all others end."""
 
     def __post_init__(self) -> None:
-        given = {
-            "coordinator": self.coordinator,
-            "processes": self.processes,
-            "index": self.index,
-        }
+        given = {name: getattr(self, name) for name in ("coordinator", "processes", "index")}
         if None in given.values() and any(value is not None for value in given.values()):
             raise InputError(
                 "distributed.coordinator, .processes and .index must be given together; got "

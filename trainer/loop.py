@@ -99,7 +99,7 @@ class Loop:
         if done:
             with report.phase("reading the checkpoint"):
                 state, self._position = self.checkpoints.restore(
-                    program.state_shapes.changing, self._settings_to_compare
+                    program.state_shapes.changing, {} if config.allow_changes else self._settings
                 )
                 frozen = restore_frozen(
                     config.run_dir / FROZEN_FOLDER, program.state_shapes.frozen, note=report.line
@@ -253,10 +253,6 @@ class Loop:
                 "and go on from an earlier one with a lower --optimizer.learning-rate and "
                 "--allow-changes."
             )
-
-    @property
-    def _settings_to_compare(self) -> dict[str, str]:
-        return {} if self.config.allow_changes else self._settings
 
     def save_settings(self) -> None:
         """Writes mesh.json and config.json; new settings hold from the first save of a run."""

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -118,12 +117,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Waits for the save in progress."""
         self.wait()
         if not self._failed:  # Otherwise closing would raise the same error again.
@@ -275,20 +269,15 @@ class Checkpoints:
                 f"WARNING: {error} It is removed, and the checkpoint of step {step} is used: steps "
                 f"{step + 1} to {bad} are lost, and done again."
             )
-        self._remove(list(damaged))
+        if damaged:
+            if jax.process_index() == 0:
+                for bad in damaged:
+                    durable.remove(self._path(bad))
+            _wait_for_all()
+            self._checkpointer.close()  # It believes that these steps are saved.
+            self._checkpointer = self._new_checkpointer()
         self.restored = step
         return jax.tree.unflatten(jax.tree.structure(state), arrays.values()), json.loads(data)
-
-    def _remove(self, steps: list[int]) -> None:
-        """Removes checkpoints. All processes must call it."""
-        if not steps:
-            return
-        if jax.process_index() == 0:
-            for step in steps:
-                durable.remove(self._path(step))
-        _wait_for_all()
-        self._checkpointer.close()  # It believes that these steps are saved.
-        self._checkpointer = self._new_checkpointer()
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)

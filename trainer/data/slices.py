@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
@@ -37,11 +36,6 @@ PLACES = (
 LONGEST_SLICE = 1 << 24
 # Number of places of each kind that are tried in each stretch of text.
 TRIES = 8
-
-
-class _Cut(NamedTuple):
-    at: int
-    context: str
 
 
 class Slicer:
@@ -76,13 +70,14 @@ class Slicer:
                     )
                 continue
             self._limit = self._length
-            text = document.text[: cut.at]
+            at, context = cut
+            text = document.text[:at]
             yield replace(document, text=text, is_last=False)
             document = replace(
                 document,
-                text=document.text[cut.at :],
+                text=document.text[at:],
                 offset=document.offset + len(text.encode()),
-                context=cut.context,
+                context=context,
             )
         if part.is_last:
             self._waiting, self._limit = None, self._length
@@ -90,15 +85,16 @@ class Slicer:
         else:
             self._waiting = document
 
-    def _find(self, text: str) -> _Cut | None:
-        """The best cut in the half slice before the limit; None if there is none."""
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """The best place for a cut in the half slice before the limit, and the context of what
+        follows; None if there is none."""
         start, end = self._limit - self._length // 2, self._limit
         for place in PLACES:
             found = [match.start() for match in place.finditer(text, start, end)]
             for at in islice(reversed(found), TRIES):
                 for context in ("", text[at - 1]):
                     if self._keeps_tokens(text, at, context):
-                        return _Cut(at, context)
+                        return at, context
         return None
 
     def _keeps_tokens(self, text: str, at: int, context: str) -> bool:

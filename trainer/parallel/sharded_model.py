@@ -60,10 +60,8 @@ class ShardedModel:
         self.specs = partition.specs(shapes)
         """The PartitionSpec of every weight."""
         trained, _ = split_frozen(shapes)
-        self.trained_splits, self.trained_specs = (
-            partition.splits(trained),
-            partition.specs(trained),
-        )
+        self.trained_splits = partition.splits(trained)
+        self.trained_specs = partition.specs(trained)
         """The same of the weights that are trained: see `split_frozen`."""
         self.weight_shapes: Any = partition.sharded(shapes)
         """Shapes and shardings of the weights."""

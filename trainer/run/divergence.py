@@ -25,15 +25,12 @@ class Watch:
                 return False
             where = f"step {step}" if stops else f"all steps from {step - limit + 1} to {step}"
             flag = "--non-finite skip" if stops else "a larger --non-finite-limit"
+            way_back = f"Step {saved} is saved" if saved else "There is no checkpoint yet"
             raise NonFiniteError(
                 f"Loss and gradient must be finite; got loss {loss}, gradient norm {norm} in "
-                f"{where}. {_way_back(saved)}. Go on from there with the same command and {flag}, "
+                f"{where}. {way_back}. Go on from there with the same command and {flag}, "
                 "which leaves such steps out, or with a lower --optimizer.learning-rate and "
                 "--allow-changes; or correct the data."
             )
         self._skipped_in_row = 0
         return True
-
-
-def _way_back(saved: int | None) -> str:
-    return f"Step {saved} is saved" if saved else "There is no checkpoint yet"

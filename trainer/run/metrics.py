@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import jax
 from rich.console import Console
@@ -108,29 +107,20 @@ class Reporter:
             # Not SummaryWriter: its thread would die when the disk is full, and the run would wait
             # for its queue for ever.
             self._events = EventsWriter(str(folder / TENSORBOARD_FOLDER / "events"))
-        self._drop_after(first_step)
-        self._trackers.extend(trackers)
-
-    def _drop_after(self, last_step: int) -> None:
-        assert self._path is not None
-        if broken := drop_after(self._path, last_step):
+        if broken := drop_after(self._path, first_step):
             self.line(
                 f"WARNING: {broken} lines of {self._path} could not be read: they are left out"
             )
         # TensorBoard drops the earlier events from this step on.
         start = SessionLog(status=SessionLog.START)
-        self._write_event(Event(step=last_step + 1, session_log=start))
+        self._write_event(Event(step=first_step + 1, session_log=start))
+        self._trackers.extend(trackers)
 
     def __enter__(self) -> Reporter:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._bar.stop()
         if self._events is not None:
             self._events.close()
@@ -208,15 +198,12 @@ class Reporter:
         return "  ".join(parts)
 
     def _write(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        # JSON knows neither NaN nor infinity.
-        finite = {
-            name: None if value is None or not math.isfinite(value) else value
-            for name, value in metrics.items()
-        }
         if self._path is None:
             return
-        values = {name: value for name, value in finite.items() if value is not None}
+        values = {name: x for name, x in metrics.items() if x is not None and math.isfinite(x)}
         self._track(lambda tracker: tracker.log(step, values))
+        # JSON knows neither NaN nor infinity.
+        finite = {**dict.fromkeys(metrics), **values}
         record = {"step": step, "time": round(time.time(), 3), **finite}
         try:
             # It is opened each time, so that nothing waits in a buffer.
