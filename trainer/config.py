@@ -616,11 +616,8 @@ class TrainConfig:
         `exchange`, and `windows`: how many layers have each window, None for all earlier tokens."""
         names = ("heads", "kv_heads", "head_dim", "dtype")
         layout = self.attention_of_model.get("layout")
-        return {
-            **{name: getattr(self.model, name) for name in names},
-            "causal": self.causal,
-            "layout": layout,
-        }
+        sizes = {name: getattr(self.model, name) for name in names}
+        return {**sizes, "causal": self.causal, "layout": layout}
 
 
 def _check_alone(group: str, needed: str, switch: str | None, **others: str | None) -> None:

@@ -80,33 +80,31 @@ def measure_cluster(
     """
     everything = list(jax.devices() if devices is None else devices)
     numbers = nodes_of(everything, devices_per_node)
-    nodes = [[d for d, n in zip(everything, numbers, strict=True) if n == node]
-             for node in range(max(numbers) + 1)]  # fmt: skip
-    sizes = {len(node) for node in nodes}
-    if len(sizes) > 1:
+    sizes = np.bincount(numbers).tolist()
+    if len(set(sizes)) > 1:
         raise InputError(
             "All nodes must have the same number of devices; got "
-            f"{', '.join(str(len(node)) for node in nodes)}. Use as many of each."
+            f"{', '.join(map(str, sizes))}. Use as many of each."
         )
-    per_node = sizes.pop()
-    ordered = [device for node in nodes for device in node]
+    nodes, per_node = len(sizes), sizes[0]
+    ordered = [everything[i] for i in np.argsort(numbers, kind="stable")]
     links = _Probe(ordered)
     start, inside, across = 0.0, None, None
     ports, half_duplex = per_node, False
     if per_node > 1:
-        inside = links.speed(_ring(per_node, len(nodes)))
+        inside = links.speed(_ring(per_node, nodes))
         if per_node > 2:
             start = links.start(inside.latency + SMALL / inside.rate, per_node)
-    if len(nodes) > 1:
+    if nodes > 1:
         across, ports, half_duplex = _ports(links, per_node)
-        if per_node == 1 and len(nodes) > 2:
-            start = links.start(across.latency + SMALL / across.rate, len(nodes))
+        if per_node == 1 and nodes > 2:
+            start = links.start(across.latency + SMALL / across.rate, nodes)
     unmeasured = LinkSpeed(latency=0.0, rate=math.inf)
     inside, across = inside or across or unmeasured, across or unmeasured
     gpu = _kernels(links, head_dim, itemsize, causal)
     is_cpu = ordered[0].platform == "cpu"
     return Cluster(
-        nodes=len(nodes),
+        nodes=nodes,
         gpus_per_node=per_node,
         gpu=replace(gpu, inside_rate=inside.rate),
         port_rate=across.rate,

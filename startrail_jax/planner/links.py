@@ -191,9 +191,8 @@ class Links:
         both, place = np.unique(np.stack([strides, degrees]), axis=2, return_inverse=True)
         # Division, which takes most of the time here, is twice as fast in 32 bits.
         axes = list(zip(*both.astype(np.int32), strict=True))
-        some = np.array(range(nodes) if nodes <= 8 else (0, 1, nodes // 2, nodes - 1))[
-            :, None, None
-        ]
+        some = np.array(range(nodes) if nodes <= 8 else (0, 1, nodes // 2, nodes - 1))
+        some = some[:, None, None]
         base = (some * per_node + np.arange(per_node)[:, None]).astype(np.int32)
         rank = np.zeros((len(some), per_node, both.shape[2]), np.int32)
         for stride, degree in axes:

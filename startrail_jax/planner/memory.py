@@ -245,6 +245,7 @@ def _saved(sizes: StepSizes) -> Part:
     hidden = sizes.tokens * model.mlp_width // tensor * model.itemsize
     experts = model.experts
     shared = sizes.tokens * (experts.shared_width if experts else 0) // tensor * model.itemsize
+    exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
     if sizes.remat == "none":
         # A derivative needs float32 arrays of norms, residuals and modulations, 16-bit operands of
         # products, query, key, value and output, and six arrays of the MLP's hidden channels. Below
@@ -259,7 +260,6 @@ def _saved(sizes: StepSizes) -> Part:
         layer = (wide * FLOAT32 // model.itemsize + narrow) * sizes.stream
         copies = 0 if sizes.zero == 3 else FLOAT32 * sizes.stacked_elements
         # What is exchanged, or joined from parts, is saved before and after.
-        exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
         of_attention = _shard_bytes(sizes, 1 + outs + 2 * model.attention_gate, 1)
         if model.text_tokens:
@@ -279,7 +279,6 @@ def _saved(sizes: StepSizes) -> Part:
     if sizes.remat != "full":
         # With `head` > 1 the output is saved both before and after the exchange, but the host's
         # memory holds only the one before.
-        exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
         outs = np.where(exchanged & (not sizes.offload), 2, 1)
         of_head = outs * model.head_dim * model.itemsize + FLOAT32
         # Attention to texts and images is not exchanged.

@@ -118,12 +118,8 @@ class Step:
         """Weights of a layer on a device, when ZeRO has gathered them."""
         tensor, keys = self.settings.tensor, kind.weights(*kind.of_keys)
         split = np.where(kind.key_heads % tensor != 0, keys, keys // tensor)
-        return (
-            (kind.matrices + kind.text_matrices - keys) // tensor
-            + split
-            + kind.others
-            + kind.adapters
-        )
+        others = split + kind.others + kind.adapters
+        return (kind.matrices + kind.text_matrices - keys) // tensor + others
 
     def _of_layers(self, each: Iterable[Any]) -> Any:
         """The sum over all layers of what a layer of each kind has."""
@@ -305,9 +301,8 @@ class Step:
         """The sizes on which the memory of the step depends."""
         model, settings, tokens = self.call.model, self.settings, self.tokens
         stays = self._dispatches & (savings.zero == 3)
-        staying, staying_trained = (
-            np.multiply(x, stays) for x in (self._staying, self._staying_trained)
-        )
+        layers = np.subtract(self.layer_elements, np.multiply(self._staying, stays))
+        trained_layers = np.subtract(self.layer_trained, np.multiply(self._staying_trained, stays))
         shards = settings.replicas if savings.zero else 1
         trained = self.trained // shards
         frozen = self.whole_elements - self.trained
@@ -336,12 +331,10 @@ class Step:
             stacked_elements=self.stacked_elements,
             moved_elements=_moved_elements(self.call, settings),
             frozen_elements=frozen,
-            layer_elements=np.max(np.subtract(self.layer_elements, staying), axis=0),
+            layer_elements=np.max(layers, axis=0),
             turn_trained=sum(
-                turn[kind.mixer, kind.feed_forward] * (x - stay)
-                for kind, x, stay in zip(
-                    self.kinds, self.layer_trained, staying_trained, strict=True
-                )
+                turn[kind.mixer, kind.feed_forward] * x
+                for kind, x in zip(self.kinds, trained_layers, strict=True)
             ),
             expert_shards=np.where(stays, settings.replicas, 1),
             rows=self.call.batch // settings.data,

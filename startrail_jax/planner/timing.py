@@ -80,11 +80,7 @@ class Timing:
         gpu, model = cluster.gpu, call.model
         self.speed = gpu.peak_flops * (gpu.single_speed if model.itemsize == _FLOAT32 else 1.0)
         """FLOP/s at peak."""
-        kinds = (
-            *(vars(settings)[role] for role in SEQUENCE_ROLES),
-            settings.inner,
-            settings.published,
-        )
+        kinds = (vars(settings)[x] for x in (*SEQUENCE_ROLES, "inner", "published"))
         first, self._form, self._factor = _alike(settings, call, *kinds)
         """Of each setting, the number of its form, and its bytes over those of the form."""
         self._rows = np.split(np.argsort(self._form), np.cumsum(np.bincount(self._form))[:-1])

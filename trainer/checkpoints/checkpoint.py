@@ -287,12 +287,9 @@ class Checkpoints:
 
     def _save_failed(self, step: int, error: Exception) -> CheckpointError:
         self._failed = True
-        latest = self.latest
-        intact = (
-            "There is no earlier one."
-            if latest is None
-            else f"The last whole one, of step {latest}, is intact."
-        )
+        latest, intact = self.latest, "There is no earlier one."
+        if latest is not None:
+            intact = f"The last whole one, of step {latest}, is intact."
         return CheckpointError(
             f"The checkpoint of step {step} could not be saved: {error}. {intact} Mend that, or "
             f"free space in {self._folder}; then the same command goes on from step {latest or 0}.",

@@ -22,7 +22,5 @@ def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU, by jax's name of it; None where unknown, as with MIG."""
     if "MIG" in device_kind:
         return None
-    for name, flops in PEAK_FLOPS.items():
-        if re.search(rf"\b{name}\b", device_kind):
-            return flops
-    return None
+    found = (flops for x, flops in PEAK_FLOPS.items() if re.search(rf"\b{x}\b", device_kind))
+    return next(found, None)

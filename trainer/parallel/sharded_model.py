@@ -76,7 +76,7 @@ class ShardedModel:
             mean_over_tensor=self.partition.mean_over_tensor,
             sum_over_tokens=self.partition.sum_over_tokens,
             expert_axes=self.partition.zero if self.partition.dispatches else (),
-            attend_whole=self._attend_whole,
+            attend_whole=lambda *tokens: self._alone.local(*tokens)[0],
             linear_attention=lambda rule: LinearOnDevice(self.linear(rule)),
         )
         return self._make_model(self.attend, hooks)
@@ -130,13 +130,9 @@ class ShardedModel:
         out, _ = attention.local(query, key, value, segment_ids, segment_ids, sinks=sinks)
         return out
 
-    def _attend_whole(self, query: Array, key: Array, value: Array) -> Array:
-        """The attention of one device's tokens to others that it has whole."""
-        return self._alone.local(query, key, value)[0]
-
     @functools.cached_property
     def _alone(self) -> Attention:
-        """The attention of each device by itself."""
+        """The attention of each device by itself, to tokens that it has whole."""
         attention = dataclasses.replace(self.attention, mask=None, causal=False)
         mesh = attention.mesh
         if attention.degrees.sequence == 1:

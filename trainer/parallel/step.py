@@ -85,14 +85,13 @@ class Program:
                 f"{platform!r}. Leave --offload out."
             )
         check_step(config, attention.degrees, self.partition)
-        self.remat: Remat = (
-            config.remat
-            if config.remat != "auto"
-            else chosen_step(
-                config, objective, attention.degrees, step_limit(mesh.devices.ravel().tolist())
-            )[0]
-        )
+        self.remat: Remat
         """What layers recompute."""
+        if config.remat == "auto":
+            limit = step_limit(mesh.devices.ravel().tolist())
+            self.remat, _ = chosen_step(config, objective, attention.degrees, limit)
+        else:
+            self.remat = config.remat
         self._model = self._sharded_model(attention)
         self.parts = None
         """How batches are divided whose documents are whole; None for batches of rows."""
@@ -341,9 +340,7 @@ class Program:
 
     def _total_weight(self, batch: Any) -> Float32[Array, ""]:
         """The sum of the weights of a batch's tokens over all devices."""
-        total = jnp.sum(batch.weights)
-        replicas = self.partition.replicas
-        return lax.psum(total, replicas) if replicas else total
+        return self.partition.sum_over_tokens(jnp.sum(batch.weights))
 
     def _over_all(self, x: Array) -> Array:
         return lax.psum(x, self.partition.all) if self.partition.all else x

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -158,10 +158,8 @@ def current_versions() -> dict[str, str]:
     """Versions of the packages that a result depends on, and the commit of the checkout."""
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     if commit := _commit(CHECKOUT):
         versions[COMMIT] = commit
     return versions
