@@ -222,6 +222,7 @@ def test_unknown_words_are_named():
         (FlowConfig, dict(range=(0.5, 0.5)), "range=0.5 0.5"),
         (FlowConfig, dict(range=(0.5, 1.5)), "range=0.5 1.5"),
         (make_wan_config, dict(model=dict(image_dim=4)), "model.first_frame='channels'"),
+        (make_wan_config, dict(model=dict(image_dim=0)), "model.image_dim must be at least 1"),
         (make_wan_config, dict(model=dict(heads=5)), "model.heads"),
         (make_wan_config, dict(size=(2, 8, 7)), "model.patch"),
         *[

@@ -44,8 +44,7 @@ class WanConfig(DenoiserConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = ("text_dim", "text_tokens", "time_channels")
-        for name in (*sizes, *(["image_dim"] if self.image_dim else [])):
+        for name in ("text_dim", "text_tokens", "time_channels", "image_dim"):
             check_minimum(f"model.{name}", getattr(self, name), 1)
         if self.image_dim is not None and self.first_frame != "channels":
             raise InputError(
