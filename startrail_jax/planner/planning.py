@@ -88,12 +88,8 @@ class Plan:
     @property
     def command(self) -> str:
         """The command that trains with `frugal`."""
-        return command_of(
-            self.frugal,
-            self.call,
-            self.cluster,
-            memory_fraction=self.options.memory_fraction,
-        )
+        fraction = self.options.memory_fraction
+        return command_of(self.frugal, self.call, self.cluster, memory_fraction=fraction)
 
     @property
     def advice(self) -> list[str]:
@@ -256,11 +252,8 @@ def _alone(candidates: Candidates, winner: Prediction) -> float | None:
         return None
     gpu = replace(cluster.gpu, memory_bytes=1 << 60)
     few: Any = dict(degrees={}, zero=(0,), offload=(False,), tiled=(False,), baselines=False)
-    one = Candidates(
-        replace(cluster, nodes=1, gpus_per_node=1, ports=1, gpu=gpu),
-        candidates.call,
-        replace(options, **few),
-    )
+    alone = replace(cluster, nodes=1, gpus_per_node=1, ports=1, gpu=gpu)
+    one = Candidates(alone, candidates.call, replace(options, **few))
     seconds = float(one.seconds.min())
     return seconds if seconds <= winner.seconds else None
 

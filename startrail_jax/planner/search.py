@@ -182,12 +182,8 @@ class Candidates:
         if not len(settings):
             raise no_setting(cluster, call, options)
         self._limit = options.memory_fraction * cluster.gpu.memory_bytes
-        self._timing = Timing(
-            settings,
-            cluster,
-            call,
-            options=Options(gradient_dtype=options.gradient_dtype, exchange=options.exchange),
-        )
+        sent = Options(gradient_dtype=options.gradient_dtype, exchange=options.exchange)
+        self._timing = Timing(settings, cluster, call, options=sent)
         self._degrees = number_of(*(vars(settings)[x] for x in (*ROLES, "published")))
         self.kinds: list[tuple[Step, Savings]] = []
         """Each with the settings in the order that is the fastest for its remat and offload."""

@@ -96,17 +96,12 @@ class Timing:
                 strict=True,
             )
         ]
-        of_forms = np.array(
-            [
-                (x.share.query_tokens, x.share.query_bytes, x.share.key_value_bytes,
-                 x.traveller == "query")
-                for x in self._forms
-            ],
-            np.int64,
-        )  # fmt: skip
-        self._tokens, query, keys, travel = of_forms[self._form].T
+        self._tokens, query, keys = (
+            np.array([getattr(x.share, size) for x in self._forms])[self._form]
+            for size in ("query_tokens", "query_bytes", "key_value_bytes")
+        )
         self._query, self._keys = query * self._factor, keys * self._factor
-        self._queries_travel = travel > 0
+        self._queries_travel = np.array([x.traveller == "query" for x in self._forms])[self._form]
         passes = [x.in_rings() for x in self._forms]
         self._waits = tuple(self._moves([x[i] for x in passes], backward=i > 0) for i in (0, 1))
         """What a layer with any window waits for, forward and backward."""

@@ -83,11 +83,9 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     default = make_optimizer(config.optimizer, config.steps, partition)
     optimizer = objective.make_optimizer(default)
     state = state_shapes(config, optimizer, shapes.weights, partition)
-    rows, tokens_of_row, heads, head_dim = shapes.query
-    tokens = (
-        rows // degrees.data * tokens_of_row // degrees.sequence // config.gradient_accumulation
-    )
-    rows_of_part = rows // degrees.data // config.gradient_accumulation
+    sizes = shapes.attention
+    rows_of_part = sizes.batch // degrees.data // config.gradient_accumulation
+    tokens = rows_of_part * (sizes.query_tokens // degrees.sequence)
     # Elements of each weight, and of each part of the model, when ZeRO has gathered them.
     splits, tensor = partition.splits(shapes.weights), partition.size(partition.tensor)
     shards = partition.size(partition.zero) if partition.dispatches else 1
@@ -105,7 +103,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     layers = {part: jax.tree.leaves(x)[0].shape[0] for part, x in _layers(shapes.weights).items()}
 
     # Heads and outputs are those of the arrays, whatever the task says.
-    of_arrays: dict[str, Any] = dict(heads=heads, kv_heads=shapes.key[2], head_dim=head_dim)
+    of_arrays: dict[str, Any] = {x: vars(sizes)[x] for x in ("heads", "kv_heads", "head_dim")}
     of_arrays |= dict(layers=sum(layers.values()), outputs=shapes.outputs[-1])
     model = dataclasses.replace(objective.sizes, causal=objective.causal, **of_arrays)
     return StepSizes(
@@ -136,7 +134,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         frozen_elements=sum(fixed.values()),
         expert_shards=shards,
         rows=rows_of_part,
-        **_seen(attention, objective, shapes, rows_of_part),
+        **_seen(attention, objective, sizes, rows_of_part),
         loops=shapes.loops,
         turn_layers=sum(shapes.turn.values()),
         stacked_bytes=sum(bytes_of_device(_layers(x)) for x in (state.weights, state.frozen or {})),
@@ -151,29 +149,17 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
 
 
 def _seen(
-    attention: Attention, objective: Objective, shapes: _Shapes, rows: int
+    attention: Attention, objective: Objective, sizes: Sizes, rows: int
 ) -> dict[str, int | bool]:
     """What layers send: whether some use the rings, and keys that others receive in all rows."""
-    degrees, (batch, tokens, heads, head_dim) = attention.degrees, shapes.query
-    sizes = Sizes(
-        batch=batch,
-        query_tokens=tokens,
-        key_tokens=tokens,
-        heads=heads,
-        kv_heads=shapes.key[2],
-        head_dim=head_dim,
-        value_head_dim=head_dim,
-        dtype="float32" if objective.sizes.itemsize == FLOAT32 else "bfloat16",
-        packed=False,
-    )
     in_rings, keys = False, []
     for window in set(objective.sizes.layer_windows):
         mask = attention.resolved_mask if window is None else Window(window - 1, 0)
         schedule = dataclasses.replace(attention.schedule, mask=mask)
-        if choose_exchange(schedule, degrees, sizes)[0] == "rings":
+        if choose_exchange(schedule, attention.degrees, sizes)[0] == "rings":
             in_rings = True
             continue
-        plan = plan_sparse(mask, attention.layout, tokens)
+        plan = plan_sparse(mask, attention.layout, sizes.query_tokens)
         keys.append(0 if plan is None else plan.permuted + plan.shared)
     return dict(in_rings=in_rings, has_sparse=bool(keys), sparse_keys=rows * max(keys, default=0))
 
@@ -182,9 +168,8 @@ class _Shapes(NamedTuple):
     """Shapes of a model's arrays, on all devices together."""
 
     weights: Any
-    query: tuple[int, ...]
-    """[B T N H], as attention is called: T counts all tokens of a row, those of text included."""
-    key: tuple[int, ...]
+    attention: Sizes
+    """As it is called: tokens are all those of a row, those of text included."""
     outputs: tuple[int, ...]
     loops: int
     """Number of loops over layers."""
@@ -199,7 +184,7 @@ def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes
     calls = []
 
     def attention_fn(query: Array, key: Array, value: Array, **_: Any) -> Array:
-        calls.append((query.shape, key.shape))
+        calls.append(Sizes.of(query, key, value, packed=False))
         return query
 
     def make_model() -> nnx.Module:
@@ -219,8 +204,7 @@ def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes
         loops = len(stretches)
         turn = Counter(kind.part for kind in max((x.kinds for x in stretches), key=len))
     shape = jax.eval_shape(outputs, jax.tree.unflatten(tree, leaves)).shape
-    query, key = calls[0]
-    return _Shapes(weights, query, key, shape, loops, turn)
+    return _Shapes(weights, calls[0], shape, loops, turn)
 
 
 def _layers(parts: Any) -> dict[str, Any]:
