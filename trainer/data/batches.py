@@ -186,8 +186,7 @@ class PartBatches(Iterator[PartBatch]):
 
     def __next__(self) -> PartBatch:
         while len(self._ahead) < READ_AHEAD:
-            read, parts = self._parts.read, next(self._stream)
-            batch = self._threads.submit(read, self._documents, parts, self._parts.local)
+            batch = self._threads.submit(self._parts.read, self._documents, next(self._stream))
             self._ahead.append((batch, self._stream.get_state()))
         batch, self._position = self._ahead.popleft()
         return batch.result()

@@ -133,16 +133,14 @@ class Parts:
             degrees=[split.c for split in self.splits],
         )
 
-    def read(
-        self, documents: Documents, parts: Sequence[BatchPart], places: Sequence[int]
-    ) -> PartBatch:
-        """Reads the tokens of some devices alone, into arrays [K places S ...]."""
+    def read(self, documents: Documents, parts: Sequence[BatchPart]) -> PartBatch:
+        """Reads the tokens of the devices of this process alone, into arrays [K local S ...]."""
         numbers = {split.c: number for number, split in enumerate(self.splits)}
         split = np.zeros(self.most, np.int32)
         read = []
         for k, part in enumerate(parts):
             split[k] = numbers[part.c]
-            read.append(self._read(documents, part, self.splits[split[k]], places))
+            read.append(self._read(documents, part, self.splits[split[k]]))
 
         def stacked(*arrays: np.ndarray) -> np.ndarray:
             missing = np.zeros((self.most - len(parts), *arrays[0].shape), arrays[0].dtype)
@@ -150,10 +148,8 @@ class Parts:
 
         return PartBatch(jax.tree.map(stacked, *read), split, np.int32(len(parts)))
 
-    def _read(
-        self, documents: Documents, part: BatchPart, split: DeviceSplit, places: Sequence[int]
-    ) -> Any:
-        held = [split.places[place] for place in places]
+    def _read(self, documents: Documents, part: BatchPart, split: DeviceSplit) -> Any:
+        held = [split.places[place] for place in self.local]
         needed = sorted({row for row, _ in held})
         index = [(needed.index(row), rank) for row, rank in held]
         rows = documents.rows([part.rows[row] for row in needed], split.c * self.share)
