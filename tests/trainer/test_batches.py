@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.data import batches
+from trainer.data import batches, order
 from trainer.data.dataset import Dataset, Groups
 from trainer.gpt.batches import PADDING, Sequences, TokenBatch, next_token_batch
 from trainer.gpt.batches import collate as collate_sequences
@@ -37,7 +37,7 @@ def counted(num_windows, seq_len=3):
 
 
 def training(sequences, *, layout=NATURAL, batch_size=5, seed=0, end_of_document=None, **options):
-    return batches.TrainingBatches(
+    return order.TrainingBatches(
         sequences,
         collate=collate(layout, end_of_document),
         batch_size=batch_size,
@@ -334,7 +334,7 @@ class Numbers:
 
 
 def in_groups(groups, *, batch_size, seed=0, **options):
-    return batches.TrainingBatches(
+    return order.TrainingBatches(
         Numbers(len(groups)),
         collate=lambda examples, numbers: np.array([examples, numbers]),
         batch_size=batch_size,
@@ -351,13 +351,13 @@ def in_groups(groups, *, batch_size, seed=0, **options):
 )
 def test_batches_are_of_one_group_and_hold_each_example_once_an_epoch(sizes, batch_size, seed):
     groups = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
-    order = batches.GroupOrder(groups, batch_size=batch_size, seed=seed)
+    in_groups = order.GroupOrder(groups, batch_size=batch_size, seed=seed)
     epochs = 6
     # Of each group, the batches that begin in its first orders.
     count = sum(-(-epochs * size // batch_size) for size in sizes)
     seen = [[] for _ in sizes]
     for step in range(count):
-        numbers = order.numbers(step, range(batch_size))
+        numbers = in_groups.numbers(step, range(batch_size))
         (group,) = set(groups[numbers])
         seen[group] += numbers
     for group, (size, numbers) in enumerate(zip(sizes, seen, strict=True)):
@@ -370,7 +370,7 @@ def test_batches_are_of_one_group_and_hold_each_example_once_an_epoch(sizes, bat
 def test_groups_are_mixed_and_neither_seeds_nor_epochs_share_their_order():
     groups = np.repeat([0, 1], 40)
     orders = [
-        [batches.GroupOrder(groups, batch_size=4, seed=seed).numbers(step, [0]) for step in steps]
+        [order.GroupOrder(groups, batch_size=4, seed=seed).numbers(step, [0]) for step in steps]
         for seed, steps in ((0, range(20)), (0, range(20, 40)), (1, range(20)))
     ]
     kinds = [groups[np.ravel(order)].tolist() for order in orders]
@@ -422,14 +422,14 @@ def test_feed_of_groups_tells_their_shapes_and_mean_tokens():
 
 def test_validation_has_the_same_examples_and_numbers_whatever_their_groups():
     def found(groups):
-        made = batches.validation_batches(
+        made = order.validation_batches(
             Numbers(9), collate=lambda *rows: rows, batch_size=4, count=5, groups=groups
         )
         for examples, _ in made:
             assert groups is None or len({groups[x] for x in examples}) == 1
         assert all(len(examples) == len(numbers) == 4 for examples, numbers in made)
         rows = [row for batch in made for row in zip(*batch, strict=True)]
-        return sorted((x, n) for x, n in rows if n != batches.NO_EXAMPLE), len(made)
+        return sorted((x, n) for x, n in rows if n != order.NO_EXAMPLE), len(made)
 
     one, count = found(None)
     assert count == 2
@@ -447,13 +447,13 @@ def test_validation_has_the_same_examples_and_numbers_whatever_their_groups():
     ],
 )
 def test_validation_windows_are_spread_evenly_in_whole_batches(windows, options, expected):
-    found = batches.validation_batches(counted(windows), collate=collate(), count=4, **options)
+    found = order.validation_batches(counted(windows), collate=collate(), count=4, **options)
     assert [batch.tokens[:, 0].tolist() for batch in found] == expected
 
 
 @pytest.mark.parametrize(("windows", "batch_size"), [(2, 4), (5, 2), (10, 4)])
 def test_validation_of_few_windows_has_each_once(windows, batch_size):
-    found = batches.validation_batches(
+    found = order.validation_batches(
         counted(windows), collate=collate(), batch_size=batch_size, count=64
     )
     weights = np.concatenate([batch.weights for batch in found])

@@ -11,7 +11,8 @@ import pytest
 import startrail_jax as st
 from programs import make_dit_config, train_steps
 from programs import make_program as program_of
-from trainer.data.batches import NO_EXAMPLE, place
+from trainer.data.batches import place
+from trainer.data.order import NO_EXAMPLE
 from trainer.dit.batches import image_batch
 from trainer.dit.config import DiffusionConfig
 from trainer.dit.diffusion import estimates

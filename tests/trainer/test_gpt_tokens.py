@@ -18,7 +18,7 @@ from refusals import refused
 from startrail_jax import Layout
 from startrail_jax.errors import InputError
 from trainer import durable
-from trainer.data import cache, documents, reading_progress
+from trainer.data import cache, documents, progress_bar
 from trainer.data.documents import Document
 from trainer.data.slices import Slicer
 from trainer.errors import StorageError
@@ -227,8 +227,8 @@ def test_second_start_tokenises_nothing(text, tokenizer, tmp_path, encoded, capf
 
 def test_log_shows_the_progress(monkeypatch, capfd):
     times = iter([0.0, 1.0, 3.0, 20.0, 40.0, 50.0])
-    monkeypatch.setattr(reading_progress.time, "monotonic", lambda: next(times))
-    with reading_progress.shown_progress("tokenising [a] {b}", 8_000_000) as advance:
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: next(times))
+    with progress_bar.shown_progress("tokenising [a] {b}", 8_000_000) as advance:
         for _ in range(4):
             advance(2_000_000)
     assert capfd.readouterr().err.splitlines() == [

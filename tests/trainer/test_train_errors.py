@@ -21,7 +21,7 @@ from programs import TINY, interrupt_after, logged_steps, records_of, saved_step
 from refusals import usage_error
 from trainer import loop
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.data.batches import TrainingBatches
+from trainer.data.order import TrainingBatches
 from trainer.gpt.batches import Sequences
 from trainer.gpt.corpus import CHECKED_TOKENS, Stream
 from trainer.run import exit as program_exit

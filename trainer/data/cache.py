@@ -14,7 +14,7 @@ from pathlib import Path
 
 from startrail_jax.errors import InputError
 from trainer import durable
-from trainer.data.reading_progress import shown_progress
+from trainer.data.progress_bar import shown_progress
 from trainer.errors import StorageError
 from trainer.places import check_folder
 from trainer.printable import say

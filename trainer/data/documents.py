@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from startrail_jax.errors import InputError
 from trainer.data.files import RECORD_KINDS, Files, is_gzip
 from trainer.data.opening import reading
-from trainer.data.reading_progress import shown_progress
+from trainer.data.progress_bar import shown_progress
 from trainer.data.tables import read_rows
 from trainer.sums import sha256_of
 

@@ -18,7 +18,7 @@ from models.dit import DiT
 from models.hooks import Hooks
 from startrail_jax.planner.models import DIT, ModelSizes
 from startrail_jax.tokens.layout import Layout
-from trainer.data.batches import NO_EXAMPLE
+from trainer.data.order import NO_EXAMPLE
 from trainer.dit.batches import Grid, ImageBatch, tokens_of
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Kind, draw_times, noised

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float32, Int32, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.data.batches import NO_EXAMPLE
 from trainer.data.dataset import Dataset
+from trainer.data.order import NO_EXAMPLE
 from trainer.gpt.corpus import Corpus, Stream
 
 PADDING = -1

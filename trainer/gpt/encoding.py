@@ -23,7 +23,7 @@ from startrail_jax.errors import InputError
 from trainer.data.cache import filled_folder
 from trainer.data.documents import Document, read_documents, read_text
 from trainer.data.files import Files, map_tokens
-from trainer.data.reading_progress import shown_progress
+from trainer.data.progress_bar import shown_progress
 from trainer.data.slices import Slicer
 from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer

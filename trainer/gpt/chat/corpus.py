@@ -22,7 +22,7 @@ from startrail_jax.tokens.layout import Layout
 from trainer.data.cache import filled_folder
 from trainer.data.documents import Document
 from trainer.data.files import RECORD_KINDS, map_tokens
-from trainer.data.reading_progress import shown_progress
+from trainer.data.progress_bar import shown_progress
 from trainer.gpt.batches import TextDataset
 from trainer.gpt.chat.examples import read_examples
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
