@@ -61,29 +61,6 @@ def write_lines(path, texts):
 
 
 @pytest.fixture
-def use_library(tmp_path, monkeypatch):
-    """97 source files, and files of all kinds that are left out, stand for the library."""
-    for index in range(97):
-        (tmp_path / f"module_{index}.py").write_bytes(b"# %d\n" % index)
-    for name in ["test/a.py", "site-packages/b.py", "c/tests/d.py", "encodings/e.py", "f.txt"]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"left out")
-    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    return tmp_path
-
-
-@pytest.fixture
-def many(tmp_path):
-    """A folder of 200 texts, some of them in folders in it."""
-    folder = tmp_path / "many"
-    for index in range(200):
-        path = folder / f"part_{index % 3}" / f"{index}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"text {index}")
-    return folder
-
-
-@pytest.fixture
 def tokenizer(tmp_path):
     """Words by number, `<eos>` the last; cut to two tokens and padded, as files may ask."""
     words = ["[UNK]", "one", "two", "three", "<eos>"]
@@ -106,7 +83,15 @@ def tokenizer(tmp_path):
 # The standard library.
 
 
-def test_standard_library_split_is_that_of_earlier_results_whatever_other_files(use_library):
+def test_standard_library_split_is_that_of_earlier_results_whatever_other_files(
+    tmp_path, monkeypatch
+):
+    for index in range(97):
+        (tmp_path / f"module_{index}.py").write_bytes(b"# %d\n" % index)
+    for name in ["test/a.py", "site-packages/b.py", "c/tests/d.py", "encodings/e.py", "f.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"left out")
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     opened = open_corpus(None, validation_fraction=0.05)
     train, held_out = texts(opened.train), texts(opened.held_out)
     assert sorted(train + held_out) == sorted(b"# %d\n" % index for index in range(97))
@@ -116,10 +101,10 @@ def test_standard_library_split_is_that_of_earlier_results_whatever_other_files(
     assert f"{len(train)} documents, {len(opened.train[0])} bytes to train" in opened.description
     assert f"{len(held_out)} documents" in opened.description
     for index in range(0, 97, 2):
-        (use_library / f"module_{index}.py").unlink()
+        (tmp_path / f"module_{index}.py").unlink()
     after = texts(open_corpus(None, validation_fraction=0.05).held_out)
     assert after == [text for text in held_out if int(text[2:]) % 2]
-    for path in use_library.rglob("*.py"):
+    for path in tmp_path.rglob("*.py"):
         path.unlink()
     with refused(InputError, "The standard library must"):
         open_corpus(None)
@@ -150,7 +135,12 @@ def test_folder_is_read_in_order_with_links_and_without_hidden_files(tmp_path):
     assert texts(opened.held_out) == [b"3"]
 
 
-def test_held_out_documents_are_about_the_share_and_nested_wherever_the_folder_is(many, tmp_path):
+def test_held_out_documents_are_about_the_share_and_nested_wherever_the_folder_is(tmp_path):
+    many = tmp_path / "many"
+    for index in range(200):
+        path = many / f"part_{index % 3}" / f"{index}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text {index}")
     few = texts(open_corpus(many, validation_fraction=0.05).held_out)
     more = open_corpus(many, validation_fraction=0.3)
     assert 3 <= len(few) <= 20
@@ -176,25 +166,19 @@ def test_single_text_file_holds_out_its_end(tmp_path):
     assert ids(opened.train) == [[*b"ab\0cdefg", 256]]
 
 
-def test_chunks_keep_the_order(many, monkeypatch):
-    whole = open_corpus(many, validation_fraction=0.2)
-    monkeypatch.setattr(encoding, "CHUNK", 20)
-    chunked = open_corpus(many, validation_fraction=0.2)
-    assert ids(chunked.train) == ids(whole.train)
-    assert ids(chunked.held_out) == ids(whole.held_out)
-
-
 @pytest.mark.parametrize("end", [0, 256])
 def test_bytes_decode_any_token(end):
     decode = ByteTokenizer(end_of_document=end, vocab_size=300).decode
     assert decode(np.array([97, 255, end, 98, 299])) == "a\ufffd\nb\ufffd"
 
 
-def test_jsonl_has_a_document_a_line_and_a_split_that_no_other_line_changes(tmp_path):
+def test_jsonl_has_a_document_a_line_and_a_split_that_no_other_line_changes(tmp_path, monkeypatch):
     """Whether a document is held out follows from the number of its line alone."""
+    monkeypatch.setattr(encoding, "CHUNK", 20)  # Of some lines each.
     given = [f"text {index}" for index in range(100)]
     given[50:50] = ["", "  "]
     written = [json.dumps({"body": x, "id": 7}) if x.strip() else x for x in given]
+    written[0] = f"\ufeff{written[0]}"  # A byte order mark is no part of a record.
     opened = open_corpus(write_lines(tmp_path / "a.jsonl", written), text_key="body")
     is_held_out = [share_of_key(f"a.jsonl:{i}") < 0.05 for i in range(1, 103)]
     parts = [
@@ -223,24 +207,17 @@ def test_tokenizer_encodes_whole_documents_and_decodes(tmp_path, tokenizer):
     assert ids(given.train) == [[1, 2, 3, 1, 5, 3, 0, 5]]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"{}", b"\xff", b"", b"[" * 100_000, None],
-    ids=["empty object", "no text", "empty", "deep", "no file"],
-)
-def test_file_that_is_no_tokenizer_raises(tmp_path, content):
-    path = tmp_path / "t.json"
-    if content is not None:
-        path.write_bytes(content)
-    with refused(InputError, f"must be a Hugging Face tokenizer.json; got '{path}'"):
-        FileTokenizer(path, end_of_document=None, vocab_size=9)
-
-
-def test_tokenizer_without_end_of_document_raises(tmp_path):
-    path = tmp_path / "t.json"
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
-    with refused(InputError, "A tokenizer must"):
-        FileTokenizer(path, end_of_document=None, vocab_size=9)
+def test_file_that_is_no_tokenizer_or_has_no_end_of_document_raises(tmp_path):
+    path, no_tokenizer = tmp_path / "t.json", "must be a Hugging Face tokenizer.json; got "
+    with_no_end = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    for content, words in (
+        *((x, f"{no_tokenizer}'{path}'") for x in (None, b"{}", b"\xff", b"", b"[" * 100_000)),
+        (with_no_end.to_str().encode(), "A tokenizer must"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with refused(InputError, words):
+            FileTokenizer(path, end_of_document=None, vocab_size=9)
 
 
 # Files of tokens.
@@ -273,15 +250,6 @@ def test_bin_is_read_as_its_type(tmp_path, dtype):
     assert ids(opened.train) == [[3, 1, 4, 1, 5]]
     assert ids(opened.held_out) == [[9, 2]]
     assert opened.end_of_document is None
-
-
-@pytest.mark.parametrize("token", [-1, 40])
-def test_token_beyond_the_vocabulary_raises_when_opened(tmp_path, token):
-    tokens = np.zeros(100, np.int32)
-    tokens[93] = token
-    np.save(tmp_path / "a.npy", tokens)
-    with refused(InputError, f"got id {token} at token 93 of '", "a.npy' with vocab_size=40"):
-        open_corpus(tmp_path, validation_fraction=0.2, vocab_size=40)
 
 
 def test_token_beyond_the_vocabulary_raises_when_read(tmp_path, monkeypatch):
@@ -432,11 +400,6 @@ def test_text_is_read_in_parts_without_cutting_characters(tmp_path, monkeypatch,
             open_corpus(path, validation_fraction=0.2)
 
 
-def test_byte_order_mark_of_records_is_no_part_of_them(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "abcd"}\n', encoding="utf-8-sig")
-    assert ids(open_corpus(tmp_path, validation_fraction=0.5).train) == [[97, 98, 0]]
-
-
 # Wrong data.
 
 
@@ -468,6 +431,14 @@ WRONG_DATA = [
         {"a_bin": np.arange(1, 101, dtype=np.uint16).tobytes()},
         *("", dict(bin_dtype="uint32", vocab_size=50_000), "Token ids must"),
     ),
+    *[
+        (
+            {"a_npy": npy(np.insert(np.zeros(99, np.int32), 93, token))},
+            *("", dict(validation_fraction=0.2, vocab_size=40)),
+            *(f"got id {token} at token 93 of '", "a.npy' with vocab_size=40"),
+        )
+        for token in (-1, 40)
+    ],
     ({"a_bin": bytes(13)}, "", dict(bin_dtype="int32"), "bin_dtype='int32'"),
     *[
         (
