@@ -2,8 +2,6 @@
 
 import inspect
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from peak import Peak, needs_linux
-from programs import REPOSITORY, shapes_of
+from programs import run_python, shapes_of
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint, reading
@@ -24,7 +22,7 @@ from trainer.checkpoints.checksums import checksums_of
 
 DATA_STATE = {"epoch": 3, "position": [5, 7], "source": None, "name": "ä"}
 
-# The beginning of every child process; the source of `counting_state` below follows it.
+# The beginning of a child process; the source of `counting_state` below follows it.
 CHILD = """
 import resource, signal, sys, time
 from pathlib import Path
@@ -46,18 +44,6 @@ def counting_state(step):
     return {"a": jax.device_put(noise + step, sharding), "b": jnp.full(13, step)}
 
 
-def child(script, folder):
-    source = CHILD + inspect.getsource(counting_state) + script
-    command, pipe = [sys.executable, "-W", "error", "-c", source, str(folder)], subprocess.PIPE
-    return subprocess.Popen(command, cwd=REPOSITORY, text=True, stdout=pipe, stderr=pipe)
-
-
-def finish(process):
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return out, err
-
-
 def make_mesh(*shape):
     axes = ("x", "y")[: len(shape)]
     devices = jax.devices()[: np.prod(shape)]
@@ -73,13 +59,10 @@ class Model(nnx.Module):
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(0.1)))
 
 
-def make_state(width=16, seed=0):
-    parameters = nnx.state(Model(width, nnx.Rngs(seed)))
-    moments = jax.tree.map(lambda x: x + 1 / 3, OPTIMIZER.init(parameters)[1][0].mu)
-    optimizer_state = OPTIMIZER.init(parameters)
-    adam = optimizer_state[1][0]._replace(mu=moments, count=jnp.int32(17))
-    optimizer_state = (optimizer_state[0], (adam, *optimizer_state[1][1:]))
-    return {"parameters": parameters, "optimizer": optimizer_state, "step": jnp.int32(17)}
+def make_state(width=16):
+    parameters = nnx.state(Model(width, nnx.Rngs(0)))
+    _, moved = OPTIMIZER.update(parameters, OPTIMIZER.init(parameters), parameters)
+    return {"parameters": parameters, "optimizer": moved, "step": jnp.int32(17)}
 
 
 def shardings_of(state, mesh, spec):
@@ -201,9 +184,11 @@ for last, limit in enumerate((100_000, 0, 300)):
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """
-    out, err = finish(child(script, tmp_path))
-    assert "absl" not in err
-    for last, line in zip(range(3), out.splitlines(), strict=True):
+    source = CHILD + inspect.getsource(counting_state) + script
+    process = run_python("-W", "error", "-c", source, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "absl" not in process.stderr
+    for last, line in zip(range(3), process.stdout.splitlines(), strict=True):
         assert f"The checkpoint of step {last + 1} could not be saved: " in line
         assert "File too large" in line
         earlier = f"The last whole one, of step {last}, is intact" if last else "no earlier one"
@@ -302,9 +287,8 @@ def test_check_space_counts_what_will_be_kept(tmp_path, monkeypatch):
             checkpoints.check_space(shapes_of(state))
         usage["free"] = 3_000_000
         checkpoints.check_space(shapes_of(state))
-        checkpoints.save(1, state, {})
-        checkpoints.save(2, state, {})
-        checkpoints.save(3, state, {})
+        for step in range(3):
+            checkpoints.save(step, state, {})
         checkpoints.wait()
         usage["free"] = 900_000
         with refused(CheckpointError, "1 more"):
