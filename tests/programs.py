@@ -18,6 +18,7 @@ import startrail_jax as st
 from models.hooks import Hooks
 from startrail_jax.devices.degrees import ROLES
 from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.checkpoints.checksums import Checksums
 from trainer.config import OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
@@ -97,6 +98,15 @@ def save_run(config, states):
             checkpoints.save(step, state, {})
     save_config(config, config.run_dir / "config.json")
     return config.run_dir
+
+
+def change_checksum(checkpoint):
+    """Has the checkpoint expect another value of one of its weights."""
+    checksums = Checksums.read(checkpoint)
+    name = next(x for x in checksums.arrays if x.startswith("weights/"))
+    kind, value = checksums.arrays[name]
+    checksums.arrays[name] = (kind, f"{int(value, 16) ^ 1:016x}")
+    checksums.write(checkpoint)
 
 
 def records_of(run_dir):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from startrail_jax.errors import InputError
-from tests.programs import run_python, shapes_of
+from tests.programs import change_checksum, run_python, shapes_of
 from tests.refusals import refused
 from trainer import durable
 from trainer.checkpoints import checksums
@@ -27,7 +27,8 @@ def tiny_state(step, sharding=None):
     """A state whose numbers depend on the step, of which `sharding` splits the matrix."""
     noise = np.random.default_rng(step).standard_normal((8, 13), np.float32)
     matrix = jnp.array(noise) if sharding is None else jax.device_put(noise, sharding)
-    return {"weights": {"matrix": matrix, "vector": jnp.full(5, step, jnp.bfloat16)}, "count": step}
+    weights = {"matrix": matrix, "vector": jnp.full(5, step, jnp.bfloat16)}
+    return {"weights": weights, "count": jnp.asarray(step)}
 
 
 def split(num_devices):
@@ -40,13 +41,9 @@ def split(num_devices):
 def save(folder, steps, sharding=None):
     with Checkpoints(folder, keep=len(steps)) as checkpoints:
         for step in steps:
-            state = jax.tree.map(jnp.asarray, tiny_state(step, sharding))
+            state = tiny_state(step, sharding)
             checkpoints.save(step, state, {**DATA_STATE, "at": step}, SETTINGS)
-    return shapes_of(jax.tree.map(jnp.asarray, tiny_state(0, sharding)))
-
-
-def files_of(folder):
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return shapes_of(tiny_state(0, sharding))
 
 
 def same_bits(found, expected):
@@ -54,7 +51,7 @@ def same_bits(found, expected):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-def restore_after(folder, path, content, shapes, sharding=None):
+def restore_after(folder, path, content, shapes, sharding):
     """Whether other content of a file was noticed; asserts that what is restored was saved."""
     harmed, where = folder / "harmed", path.relative_to(folder / "whole")
     shutil.copytree(folder / "whole", harmed)
@@ -67,17 +64,17 @@ def restore_after(folder, path, content, shapes, sharding=None):
     what = f"{where}, {len(content)} bytes: {notes}"
     assert step == (3 if notes else 5), what
     assert data_state == {**DATA_STATE, "at": step}, what
-    assert same_bits(state, jax.tree.map(jnp.asarray, tiny_state(step, sharding))), what
+    assert same_bits(state, tiny_state(step, sharding)), what
     assert (harmed / "5").exists() != bool(notes), what
     shutil.rmtree(harmed)
     return bool(notes)
 
 
-def harm_files(folder, num_flips, seed, sharding=None):
+def harm_files(folder, num_flips, sharding):
     """Cuts each file short and flips bits; returns how many flips were noticed, not harmless."""
     shapes = save(folder / "whole", (3, 5), sharding)
-    files, chance = files_of(folder / "whole" / "5"), random.Random(seed)
-    sizes = [path.stat().st_size for path in files]
+    files = sorted(path for path in (folder / "whole" / "5").rglob("*") if path.is_file())
+    sizes, chance = [path.stat().st_size for path in files], random.Random(0)
     for path, size in zip(files, sizes, strict=True):
         restore_after(folder, path, path.read_bytes()[: size // 2], shapes, sharding)
     noticed = 0
@@ -98,7 +95,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 from pathlib import Path
 from tests.trainer.test_checksums import harm_files, split
-print(harm_files(Path({str(tmp_path)!r}), {flips}, 0, split(2)))
+print(harm_files(Path({str(tmp_path)!r}), {flips}, split(2)))
 """
     process = run_python("-c", script, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert process.returncode == 0, process.stderr
@@ -107,14 +104,12 @@ print(harm_files(Path({str(tmp_path)!r}), {flips}, 0, split(2)))
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "bool", "float8_e4m3fn"])
 def test_checksum_notices_every_bit_and_no_sharding(dtype):
-    values = np.arange(16, dtype=np.uint8).view(np.uint8) % 2
-    host = np.array(jnp.asarray(values.reshape(8, 2)).astype(dtype))
+    host = np.array(jnp.arange(16).reshape(8, 2) % 2, dtype)
     expected = checksums_of({"a": jnp.asarray(host)})["a"]
     for sharding in (split(8), split(2)):
         assert checksums_of({"a": jax.device_put(host, sharding)})["a"] == expected
     found = {expected}
-    width = 1 if dtype == "bool" else 8
-    bits = range(0, 8 * host.nbytes, 8 // width)
+    bits = range(0, 8 * host.nbytes, 8 if dtype == "bool" else 1)
     for bit in bits:
         flipped = bytearray(host.tobytes())
         flipped[bit // 8] ^= 1 << bit % 8
@@ -137,17 +132,6 @@ def test_checksum_notices_two_signs_and_two_places():
     assert len(found) == 5
 
 
-def wrong_value(checkpoint, _):
-    checksums = Checksums.read(checkpoint)
-    kind, value = checksums.arrays["weights/matrix"]
-    checksums.arrays["weights/matrix"] = (kind, f"{int(value, 16) ^ 1:016x}")
-    checksums.write(checkpoint)
-
-
-def no_checksums(checkpoint, _):
-    (checkpoint / CHECKSUMS_FILE).unlink()
-
-
 def unreadable(_, monkeypatch):
     def refuse(folder):
         raise PermissionError(folder)
@@ -157,7 +141,12 @@ def unreadable(_, monkeypatch):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("damage", "named"), [(wrong_value, "/5"), (no_checksums, "is missing"), (unreadable, "/5")]
+    ("damage", "named"),
+    [
+        (lambda checkpoint, _: change_checksum(checkpoint), "/5"),
+        (lambda checkpoint, _: (checkpoint / CHECKSUMS_FILE).unlink(), "is missing"),
+        (unreadable, "/5"),
+    ],
 )
 def test_damaged_checkpoint_that_is_alone_is_named_and_stays(damage, named, tmp_path, monkeypatch):
     shapes = save(tmp_path, (5,))

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 import train
-from programs import REPOSITORY, records_of, shared_programs
+from programs import REPOSITORY, change_checksum, records_of, shared_programs
 from refusals import refused
 from tests.faults import failures
 from trainer import processes
-from trainer.checkpoints.checksums import Checksums
 from trainer.config import Distributed
 from trainer.errors import RunError
 from trainer.processes import gather, require_same_flags, together
@@ -229,13 +228,6 @@ def train_here(run_dir, data, capsys):
     capsys.readouterr()
     train.train(train.read_command_line(flags_of(1, run_dir, data)).settings)
     return [capsys.readouterr().out]
-
-
-def change_checksum(checkpoint):
-    checksums = Checksums.read(checkpoint)
-    name, (kind, value) = next(iter(checksums.arrays.items()))
-    checksums.arrays[name] = (kind, f"{int(value, 16) ^ 1:016x}")
-    checksums.write(checkpoint)
 
 
 @pytest.mark.slow
