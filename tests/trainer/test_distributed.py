@@ -207,27 +207,19 @@ def losses(run_dir):
     return [record["train_loss"] for record in records] + [records[-1]["validation_loss"]]
 
 
-def flags_of(count, run_dir, data):
+def train_in(count, run_dir, data, capsys):
+    """Trains in some processes, or in this one alone; returns what they printed."""
     flags = f"{failures.FLAGS} --devices 4 --steps {STEPS} --checkpoint.every 2"
-    if count > 1:
-        flags += " --sample-length 2"
     flags = [*flags.split(), "--checkpoint.keep", "100", "--data.path", str(data)]
-    return [*flags, "--run-dir", str(run_dir)]
-
-
-def train_in(count, run_dir, data):
-    """Trains in some processes; returns what they printed."""
-    flags = flags_of(count, run_dir, data)
+    flags += ["--run-dir", str(run_dir)]
+    if count == 1:
+        capsys.readouterr()
+        train.train(train.read_command_line(flags).settings)
+        return [capsys.readouterr().out]
+    flags += ["--sample-length", "2"]
     with failures.Processes(count, flags, folder=data.parent) as processes:
         processes.end()
         return [processes.output(index) for index in range(count)]
-
-
-def train_here(run_dir, data, capsys):
-    """Trains in this process; returns what `train_in` returns."""
-    capsys.readouterr()
-    train.train(train.read_command_line(flags_of(1, run_dir, data)).settings)
-    return [capsys.readouterr().out]
 
 
 @pytest.mark.slow
@@ -235,7 +227,7 @@ def train_here(run_dir, data, capsys):
 def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_another(tmp_path, capsys):
     data = failures.write_data(tmp_path)
     run_dir = tmp_path / "from_the_beginning"
-    train_here(run_dir, data, capsys)
+    train_in(1, run_dir, data, capsys)
     expected = losses(run_dir)
     for count, after in ((4, 2), (1, 4)):
         before, run_dir = run_dir, tmp_path / f"{after}_by_others"
@@ -244,9 +236,7 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
             shutil.rmtree(run_dir / "checkpoints" / str(step))
         # The newest one is damaged: all processes go on from the one before.
         change_checksum(run_dir / "checkpoints" / str(after + 2))
-        first, *others = (
-            train_in(count, run_dir, data) if count > 1 else train_here(run_dir, data, capsys)
-        )
+        first, *others = train_in(count, run_dir, data, capsys)
         assert f"after step {after}\n" in first
         assert f"It is removed, and the checkpoint of step {after} is used" in first
         assert (f"in {count} processes" in first) == (count > 1)

@@ -93,6 +93,12 @@ def documents_in(program, batch):
     return found
 
 
+def assert_all_once(seen):
+    """Each of `DOCUMENTS` is once among the results of `documents_in`."""
+    wanted = (DOCUMENTS.read(number)[0][:-1] for number in range(len(DOCUMENTS.lengths)))
+    assert sorted(tuple(tokens) for tokens, *_ in seen) == sorted(map(tuple, wanted))
+
+
 MESHES = [
     st.Degrees(),
     st.Degrees(ring=3),
@@ -113,11 +119,7 @@ def test_every_token_of_an_epoch_is_once_on_its_device(degrees, order):
     series, seen = batches_of(program, DOCUMENTS), []
     while len(seen) < np.count_nonzero(LENGTHS):
         seen += documents_in(program, next(series))
-    wanted = [DOCUMENTS.read(number)[0] for number in range(len(DOCUMENTS.lengths))]
-    found = sorted((x for x, *_ in seen), key=list)
-    assert len(found) == np.count_nonzero(LENGTHS)
-    for tokens, expected in zip(found, sorted((x[:-1] for x in wanted), key=list), strict=True):
-        np.testing.assert_array_equal(tokens, expected)
+    assert_all_once(seen)
     for tokens, targets, weights in seen:
         np.testing.assert_array_equal(targets[:-1], tokens[1:])
         assert targets[-1] == END
@@ -173,9 +175,8 @@ def test_of_examples_only_what_is_counted_has_a_weight():
 
 
 def numbers_in(program, batch, documents):
-    read = {
-        tuple(documents.read(number)[0][:-1]): number for number in range(len(documents.lengths))
-    }
+    count = len(documents.lengths)
+    read = {tuple(documents.read(number)[0][:-1]): number for number in range(count)}
     return [read[tuple(tokens)] for tokens, *_ in documents_in(program, batch)]
 
 
@@ -442,16 +443,15 @@ def test_batches_go_on_where_they_were():
     "degrees", [st.Degrees(data=3, ring=2), st.Degrees.startrail(4, c=2)], ids=["6", "4"]
 )
 def test_other_devices_go_on_with_all_documents_once(degrees):
-    series = batches_of(make_program(st.Degrees.startrail(8, c=2), batch_size=1), DOCUMENTS)
+    before = make_program(st.Degrees.startrail(8, c=2), batch_size=1)
+    series = batches_of(before, DOCUMENTS)
     program = make_program(degrees, batch_size=degrees.data)
-    seen = documents_in(make_program(st.Degrees.startrail(8, c=2), batch_size=1), next(series))
+    seen = documents_in(before, next(series))
     others = batches_of(program, DOCUMENTS)
     others.set_state(series.get_state())
     while len(seen) < np.count_nonzero(LENGTHS):
         seen += documents_in(program, next(others))
-    found = sorted(tuple(tokens) for tokens, *_ in seen)
-    wanted = sorted(tuple(DOCUMENTS.read(i)[0][:-1]) for i in range(len(DOCUMENTS.lengths)))
-    assert found == wanted
+    assert_all_once(seen)
     series.close()
     others.close()
 
@@ -466,30 +466,18 @@ def test_a_document_costs_what_its_layers_compute(windows):
     np.testing.assert_allclose(counted / counted[0], np.divide(flops, flops[0]), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"gradient_accumulation": 2}, {"attention": AttentionConfig(inner=2)}], ids=str
-)
-def test_settings_that_documents_cannot_have_are_refused(changes):
-    with refused(InputError, "of a"):
-        make_program(st.Degrees(ring=4), **changes)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_settings_that_documents_or_their_rows_cannot_have_are_refused():
+    for changes in ({"gradient_accumulation": 2}, {"attention": AttentionConfig(inner=2)}):
+        with refused(InputError, "of a"):
+            make_program(st.Degrees(ring=4), **changes)
+    for data in (
         {"longest_document": 0},
         {"longest_document": 8, "mask_documents": False},
         {"longest_document": 8, "batches": "documents"},
         {"longest_document": LONGEST},
-    ],
-    ids=str,
-)
-def test_lengths_of_documents_that_rows_cannot_have_are_refused(data):
-    with refused(InputError, "data.longest_document", **data):
-        dataclasses.replace(CONFIG, data=DataConfig(**data))
-
-
-def test_a_tensor_degree_beyond_the_key_heads_is_refused():
+    ):
+        with refused(InputError, "data.longest_document", **data):
+            dataclasses.replace(CONFIG, data=DataConfig(**data))
     with refused(InputError, tensor=4, kv_heads=2):
         make_program(st.Degrees(tensor=4, ring=2))
 
