@@ -70,10 +70,9 @@ def tokenizer(tmp_path):
     return path
 
 
-def opened(config, seq_len=32, vocab_size=256, layout=NATURAL, cache=None):
-    return open_examples(
-        config, layout, vocab_size=vocab_size, seq_len=seq_len, cache=cache or config.path.parent
-    )
+def opened(config, seq_len=32, vocab_size=256):
+    sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
+    return open_examples(config, NATURAL, cache=config.path.parent, **sizes)
 
 
 def of_completions(path, **changes):
@@ -168,7 +167,7 @@ def test_only_completions_count(tmp_path):
     np.testing.assert_array_equal(batch.positions[0][second], np.arange(len(second)))
     assert data.loss_unit == "nats/byte"
     assert "30 examples" not in data.description
-    assert " of them counted, in " in data.description
+    assert f", {4 * len(data.train._part.ends)} of them counted, in " in data.description
     assert len(data.train._part.ends) + len(data.held_out._part.ends) == 30
     # Of few examples one is held out.
     for count in (2, 3, 5):
@@ -203,15 +202,9 @@ def test_token_across_the_border_counts(tmp_path):
     built.save(str(path))
 
     def counted_of(prompt, completion):
-        records = [{"prompt": prompt, "completion": completion}] * 20
-        data = write(tmp_path / "data.jsonl", *records)
-        config = of_completions(data, validation_path=data.with_name("b.jsonl"), tokenizer=path)
-        config.validation_path.write_text(data.read_text())
-        found = opened(dataclasses.replace(config, validation_fraction=0.05))
-        row = found.train[0]
-        assert f", {20 * row.counted[row.examples == 0].sum()} of them counted" in found.description
-        ids = row.tokens[row.counted & (row.examples == 0)]
-        return [built.id_to_token(x) for x in ids]
+        record = {"prompt": prompt, "completion": completion}
+        tokens, counted = example_of(record, tmp_path, path)
+        return [built.id_to_token(x) for x in tokens[counted]]
 
     assert counted_of("ab? ", "no") == [" n", "o", "<|endoftext|>"]
     assert counted_of("ab", "? no") == ["?", " n", "o", "<|endoftext|>"]
@@ -276,45 +269,6 @@ def test_batch_masks_examples_from_each_other_in_any_layout():
     np.testing.assert_array_equal(unmasked.weights, natural.weights)
 
 
-ANSWER = {"role": "assistant", "content": "a"}
-
-
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ({"text": "a"}, ['must be {"messages"', "got {'text': 'str'} in ", "data.jsonl:1"]),
-        ({"prompt": "a", "completion": 3}, ["got {'prompt': 'str', 'completion': 'int'}"]),
-        ({"messages": TALK, "of bytes": 1}, ["need the chat template of a tokenizer; got none"]),
-        (["a"], ["must be a JSON object; got list in "]),
-        ({"prompt": "", "completion": ""}, ["must have an answer after its first token", ":1'"]),
-        ({"prompt": "a", "completion": "\ud800"}, ["must be Unicode; got the lone surrogate"]),
-        *[
-            ({"messages": messages}, [named])
-            for messages, named in (
-                (TALK[:2], "'system'"),
-                ([{"content": "a"}], "'content'"),
-                ("hello", "'hello'"),
-                ([{"role": "assistant"}], "'assistant'"),
-                ([ANSWER | {"content": [{"text": "a"}]}], "content of a message must be a te"),
-                ([ANSWER | {"weight": 0}], "train=false or weight=0"),
-                ([ANSWER | {"train": False}], "train=false or weight=0"),
-                ([ANSWER | {"weight": 0.5}], "weight 0 or 1"),
-                ([ANSWER | {"train": True, "weight": 0}], "say the same"),
-                ([*TALK, TALK[1] | {"train": True}], "messages of the assistant on"),
-                ([*TALK[:2], TALK[2] | {"mask": True}], "the keys ['mask']"),
-                ([*TALK[:2], TALK[2] | {"reasoning": "so"}], "the keys ['reasoning']"),
-            )
-        ],
-    ],
-)
-def test_record_that_is_no_example_raises(tmp_path, tokenizer, record, words):
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    has_template = "messages" in record and not record.pop("of bytes", None)
-    path = write(tmp_path / "data.jsonl", record)
-    with refused(InputError, *words):
-        opened(of_completions(path, tokenizer=tokenizer if has_template else None))
-
-
 def test_options_and_files_that_do_not_fit_raise(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("a" * 99)
@@ -339,11 +293,10 @@ def test_spaces_count_where_they_are(tmp_path):
     built.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     built.add_special_tokens(["<|endoftext|>"])
     built.save(str(tmp_path / "tokenizer.json"))
-    path = completions(tmp_path / "data.jsonl", 0)
-    path = write(path, *[{"prompt": "a ", "completion": "  b  "}] * 30)
-    data = opened(of_completions(path, tokenizer=tmp_path / "tokenizer.json"), seq_len=8)
-    np.testing.assert_array_equal(data.train[0].tokens[:8], [2, 1, 1, 1, 3, 1, 1, 0])
-    np.testing.assert_array_equal(data.train[0].counted[:8], [0, 0, 1, 1, 1, 1, 1, 1])
+    record = {"prompt": "a ", "completion": "  b  "}
+    tokens, counted = example_of(record, tmp_path, tmp_path / "tokenizer.json")
+    np.testing.assert_array_equal(tokens, [2, 1, 1, 1, 3, 1, 1, 0])
+    np.testing.assert_array_equal(counted, [0, 0, 1, 1, 1, 1, 1, 1])
 
 
 def test_prompt_of_a_chat_is_a_question_in_the_template(tmp_path, tokenizer, monkeypatch):
@@ -482,9 +435,40 @@ NULL_CALLS = (
 )
 
 
+ANSWER = {"role": "assistant", "content": "a"}
+
+
 @pytest.mark.parametrize(
-    ("source", "record", "named"),
+    "row",
     [
+        (None, {"text": "a"}, 'must be {"messages"', "got {'text': 'str'} in ", "a.jsonl:1"),
+        (None, {"prompt": "a", "completion": 3}, "got {'prompt': 'str', 'completion': 'int'}"),
+        (None, {"messages": TALK}, "need the chat template of a tokenizer; got none"),
+        (None, ["a"], "must be a JSON object; got list in "),
+        (
+            None,
+            {"prompt": "", "completion": ""},
+            "must have an answer after its first token",
+            ":1'",
+        ),
+        (None, {"prompt": "a", "completion": "\ud800"}, "must be Unicode; got the lone surrogate"),
+        *[
+            (CHATML, {"messages": messages}, named)
+            for messages, named in (
+                (TALK[:2], "'system'"),
+                ([{"content": "a"}], "'content'"),
+                ("hello", "'hello'"),
+                ([{"role": "assistant"}], "'assistant'"),
+                ([ANSWER | {"content": [{"text": "a"}]}], "content of a message must be a te"),
+                ([ANSWER | {"weight": 0}], "train=false or weight=0"),
+                ([ANSWER | {"train": False}], "train=false or weight=0"),
+                ([ANSWER | {"weight": 0.5}], "weight 0 or 1"),
+                ([ANSWER | {"train": True, "weight": 0}], "say the same"),
+                ([*TALK, TALK[1] | {"train": True}], "messages of the assistant on"),
+                ([*TALK[:2], TALK[2] | {"mask": True}], "the keys ['mask']"),
+                ([*TALK[:2], TALK[2] | {"reasoning": "so"}], "the keys ['reasoning']"),
+            )
+        ],
         (CHATML, {"tools": TOOLS}, "the keys ['tools']"),
         (CHATML, {"tools": "look"}, "tools must be a list"),
         (CHATML, {"tools": {"name": "look"}}, "tools must be a list"),
@@ -509,10 +493,13 @@ NULL_CALLS = (
         ),
     ],
 )
-def test_what_a_record_says_in_vain_is_refused(source, record, named, tmp_path, tokenizer):
-    of_family(source, tmp_path)
-    with refused(InputError, named):
-        example_of({"messages": TALK, **record}, tmp_path, tokenizer)
+def test_record_that_is_no_example_or_says_something_in_vain_raises(row, tmp_path, tokenizer):
+    source, record, *words = row
+    if source is not None:
+        of_family(source, tmp_path)
+        record = {"messages": TALK} | record
+    with refused(InputError, *words):
+        example_of(record, tmp_path, tokenizer if source else None)
 
 
 def test_ignored_keys_are_left_out(tmp_path, tokenizer):
