@@ -88,31 +88,28 @@ def template(source, **tokens):
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    "row",
     [
-        (
-            "{% for m in messages %}",
-            ["got TemplateSyntaxError: ", "from 'the template' for 'here'"],
-        ),
+        ("{% for m in messages %}", "got TemplateSyntaxError: ", "from 'the template' for 'here'"),
         (
             FORGETFUL,
-            ["must show what the assistant says", "of the first 3 messages", "generation %}"],
+            "must show what the assistant says",
+            "of the first 3 messages",
+            "generation %}",
         ),
-        (
-            "{{ raise_exception('no system') }}",
-            ["got TemplateError: no system from 'the template' for 'here'"],
-        ),
-        ("{{ messages[7].content + 1 }}", ["got UndefinedError: ", "for 'here'"]),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ["got SecurityError: ", "unsafe"]),
-        ("{% for i in range(10**9) %}x{% endfor %}", ["got OverflowError: Range too big"]),
-        ("{{ messages.append(1) }}", ["got SecurityError"]),
-        ("{% include 'passwords' %}", ["got TypeError: no loader"]),
-        ("{% break %}", ["got SyntaxError"]),
-        ("{{ strftime_now(messages[0].content) }}", ["must write the form of a date"]),
-        ("{{ eos_token }}", ["which uses eos_token, and no file 'tokenizer_config.json'"]),
+        ("{{ raise_exception('no s') }}", "got TemplateError: no s from 'the template' for 'here'"),
+        ("{{ messages[7].content + 1 }}", "got UndefinedError: ", "for 'here'"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "got SecurityError: ", "unsafe"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "got OverflowError: Range too big"),
+        ("{{ messages.append(1) }}", "got SecurityError"),
+        ("{% include 'passwords' %}", "got TypeError: no loader"),
+        ("{% break %}", "got SyntaxError"),
+        ("{{ strftime_now(messages[0].content) }}", "must write the form of a date"),
+        ("{{ eos_token }}", "which uses eos_token, and no file 'tokenizer_config.json'"),
     ],
 )
-def test_template_that_fails_or_reaches_out_raises(source, words):
+def test_template_that_fails_or_reaches_out_raises(row):
+    source, *words = row
     with refused(InputError, *words):
         template(source).render(TALK, "here")
 

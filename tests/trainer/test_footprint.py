@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import types
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,16 +17,15 @@ from programs import (
     make_config,
     make_dit_config,
     make_program,
+    make_wan_config,
     saved_by_layers,
 )
 from startrail_jax.planner import step as planner_step
 from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
 from startrail_jax.planner.models import DISPATCHES, MODELS
 from startrail_jax.xla.compiler import offload_options
-from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
-from trainer.dit.config import DiTConfig, DiTTrainConfig
-from trainer.dit.wan.config import WanConfig, WanTrainConfig
-from trainer.gpt.config import DataConfig, GPTConfig, GPTTrainConfig
+from trainer.config import AttentionConfig, LoraConfig
+from trainer.gpt.config import DataConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.state import batch_shapes, bytes_of_device, describe_memory
 from trainer.tasks import TASKS
@@ -80,8 +78,7 @@ def test_state_and_batch_are_exact(name):
     ("zero", "degrees"), [(0, STARTRAIL), (3, STARTRAIL), (3, st.Degrees(tensor=2, team=4))]
 )
 def test_state_and_batch_of_a_dit_are_exact(zero, degrees):
-    model = dict(layers=3)
-    config = make_dit_config(model, size=(3, 6, 10), ema_decay=0.9, zero=zero)
+    config = make_dit_config(dict(layers=3), size=(3, 6, 10), ema_decay=0.9, zero=zero)
     program = make_program(config, degrees)
     formula = footprint(config, degrees)
     assert bytes_of_device(program.state_shapes) == formula.state_bytes
@@ -180,23 +177,18 @@ def test_what_a_layer_saves(remat, kind, zero, degrees, chunks):
     """Counted in the derivative that jax makes of a step, tiled and not."""
     for tile in (None, 512):
         sizes = dict(width=64, layers=5, heads=8, mlp_width=256, dtype="bfloat16")
-        common = dict(
-            **dict(optimizer=OptimizerConfig(learning_rate=1e-4), run_dir=Path("unused"), steps=10),
-            **dict(zero=zero, remat=remat, tile=tile, batch_size=degrees.data),
-            attention=AttentionConfig(head_chunks=chunks),
-        )
+        common = dict(zero=zero, remat=remat, tile=tile, batch_size=degrees.data)
+        common |= dict(attention=AttentionConfig(head_chunks=chunks))
+        size = (4 * degrees.sequence, 32, 64)
         if kind == "dit":
-            model = DiTConfig(channels=16, classes=0, **sizes)
-            config = DiTTrainConfig(model=model, size=(4 * degrees.sequence, 32, 64), **common)
+            config = make_dit_config(sizes | dict(channels=16, classes=0), size=size, **common)
         elif kind == "wan":
-            own = dict(text_dim=8, text_tokens=96)
-            config = WanTrainConfig(
-                model=WanConfig(**sizes, **own), size=(4 * degrees.sequence, 32, 64), **common
-            )
+            sizes |= dict(channels=16, text_dim=8, text_tokens=96)
+            config = make_wan_config(sizes, size=size, **common)
         else:
-            model = GPTConfig(vocab_size=64, kv_heads=4, head_dim=8, **sizes)
+            sizes |= dict(vocab_size=64, kv_heads=4, head_dim=8)
             data, length = DataConfig(mask_documents=False), 2048 * degrees.sequence
-            config = GPTTrainConfig(model=model, data=data, seq_len=length, **common)
+            config = make_config(sizes, data=data, seq_len=length, **common)
         program = make_program(config, degrees)
         step = program.train_step.__wrapped__
         jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)

@@ -7,6 +7,7 @@ import random
 import threading
 import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -356,9 +357,7 @@ def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypa
 
 
 def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(durable.NO_LOCKS[0], "no locks")
-
+    refuse = mock.Mock(side_effect=OSError(durable.NO_LOCKS[0], "no locks"))
     monkeypatch.setattr(cache.fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match=r"has no locks: each process writes"):
         opened = open_text_corpus(text, tokenizer, tmp_path / "cache")
@@ -461,19 +460,15 @@ def test_flipped_bit_of_cached_tokens_is_noticed(text, tokenizer, tmp_path):
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     files = sorted(folder.iterdir())
     assert {path.name for path in files} == {"train.npy", "val.npy", ".about.json", SUMS_FILE}
-    random = np.random.default_rng(0)
-
-    def cut(path, _):
-        path.write_bytes(path.read_bytes()[:-7])
-
-    def remove(path, _):
-        path.unlink()
-
-    damages = [(flip, [*files * 4, *[folder / "train.npy"] * 14, *[folder / "val.npy"] * 10])]
-    for damage, paths in [*damages, (cut, [folder / "train.npy"]), (remove, [folder / "val.npy"])]:
+    random, train, held_out = np.random.default_rng(0), folder / "train.npy", folder / "val.npy"
+    for damage, paths in (
+        (lambda path: flip(path, random), [*files * 4, *[train] * 14, *[held_out] * 10]),
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), [train]),
+        (lambda path: path.unlink(), [held_out]),
+    ):
         for path in paths:
             before = path.read_bytes()
-            damage(path, random)
+            damage(path)
             with refused(InputError, "Files with checksums must"):
                 open_text_corpus(text, tokenizer, tmp_path / "cache")
             path.write_bytes(before)
@@ -486,10 +481,7 @@ def test_tokens_that_others_have_written_are_checked_without_a_write(
     own = open_text_corpus(text, tokenizer, tmp_path / "cache")
     (sums,) = (tmp_path / "cache").glob(f"*/{SUMS_FILE}")
     encoded.clear()
-
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
+    refuse = mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     # For the superuser, no folder is read-only.
     monkeypatch.setattr(cache, "write_sums", refuse)
     monkeypatch.setattr(cache.fcntl, "flock", refuse)
@@ -500,15 +492,14 @@ def test_tokens_that_others_have_written_are_checked_without_a_write(
     assert encoded == []
 
 
-def test_tokens_are_among_what_a_run_compares(text, tokenizer, tmp_path):
+def test_tokens_are_among_what_a_run_compares(text, tokenizer, tmp_path, monkeypatch):
     """Another version of the package of a tokenizer may make others of the same text."""
     cached = open_text_corpus(text, tokenizer, tmp_path / "cache")
     in_memory = open_text_corpus(text, tokenizer, None)
     assert cached.tokens == in_memory.tokens
     assert len(cached.tokens) == 64
-    with pytest.MonkeyPatch.context() as patch:
-        encode = FileTokenizer.encode
-        patch.setattr(FileTokenizer, "encode", lambda *x: [y[::-1] for y in encode(*x)])
-        other = open_text_corpus(text, tokenizer, tmp_path / "other")
+    encode = FileTokenizer.encode
+    monkeypatch.setattr(FileTokenizer, "encode", lambda *x: [y[::-1] for y in encode(*x)])
+    other = open_text_corpus(text, tokenizer, tmp_path / "other")
     assert other.digest == cached.digest
     assert other.tokens != cached.tokens

@@ -37,9 +37,9 @@ from trainer.weights.adapters import restore_model
 ALL = ("query", "key", "value", "out", "gate", "up", "down")
 EVERY = (*ALL, "out_gate", "decay", "beta")
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
-CONFIG = make_config(SMALL, seq_len=64, lora=LoraConfig(rank=4, targets=ALL), steps=3)
-
-
+CONFIG = make_config(
+    SMALL | dict(dtype="bfloat16"), seq_len=64, lora=LoraConfig(rank=4, targets=ALL)
+)
 MIXED = make_config(
     SMALL
     | dict(
@@ -51,21 +51,19 @@ MIXED = make_config(
 )
 
 
-def lora_config(dtype="float32", **changes):
-    model = dataclasses.replace(CONFIG.model, dtype=dtype)
-    return dataclasses.replace(CONFIG, model=model, **changes)
-
-
-def batch(program, seed=0):
+def batch(program, tokens):
     layout = program.attention.layout
-    tokens = np.random.default_rng(seed).integers(48, size=(4, 65))
     return place(next_token_batch(tokens, layout=layout), program.batch_sharding)
 
 
-def steps_of(program, state, steps=3):
-    """Losses and norms of so many steps, from a state of the host."""
-    found, state = train_steps(program, state, (batch(program, step) for step in range(steps)))
-    return found.ravel().tolist(), state
+def random_batch(program, seed=0):
+    return batch(program, np.random.default_rng(seed).integers(48, size=(4, 65)))
+
+
+def steps_of(program, state):
+    """Losses and norms of three steps, from a state of the host."""
+    found, _ = train_steps(program, state, (random_batch(program, step) for step in range(3)))
+    return found.ravel().tolist()
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +74,16 @@ def one_device():
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 8, state.weights)
     state = state._replace(weights=weights)
-    return state, *steps_of(program, state)
+    return state, steps_of(program, state)
 
 
 @pytest.mark.slow
 def test_adapters_begin_with_the_logits_of_the_model_bit_for_bit():
     """In bfloat16, where sums of products are rounded."""
-    base = make_program(lora_config("bfloat16", lora=LoraConfig()), st.Degrees())
-    adapted = make_program(lora_config("bfloat16"), st.Degrees())
+    base = make_program(dataclasses.replace(CONFIG, lora=LoraConfig()), st.Degrees())
+    adapted = make_program(CONFIG, st.Degrees())
     before, state = base.initialise(), adapted.initialise()
-    tokens = batch(base)
+    tokens = random_batch(base)
     expected = jax.jit(base.outputs)(before.weights, tokens)
     found = jax.jit(adapted.outputs)(state.model, tokens)
     np.testing.assert_array_equal(expected, found)
@@ -106,8 +104,8 @@ def test_adapters_begin_with_the_logits_of_the_model_bit_for_bit():
     ids=str,
 )
 def test_losses_do_not_depend_on_the_mesh(one_device, degrees, changes):
-    state, expected, _ = one_device
-    found, _ = steps_of(make_program(dataclasses.replace(MIXED, **changes), degrees), state)
+    state, expected = one_device
+    found = steps_of(make_program(dataclasses.replace(MIXED, **changes), degrees), state)
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
@@ -189,13 +187,8 @@ def test_run_goes_on_from_its_checkpoint_to_the_same_bits(run):
 
 
 def logits_of(weights, program):
-    return np.asarray(program.outputs(weights, batch_of(program)))
-
-
-def batch_of(program):
     tokens = pretrained.reference_of("llama")["tokens"]
-    layout = program.attention.layout
-    return place(next_token_batch(tokens, layout=layout), program.batch_sharding)
+    return np.asarray(program.outputs(weights, batch(program, tokens)))
 
 
 @pytest.mark.slow
@@ -312,7 +305,7 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
     with refused(InputError, merge=True):
         export_run(tmp_path, make_config(), tmp_path / "out", merge=True)
     with refused(InputError, "--merge"):
-        export_run(tmp_path, lora_config(), tmp_path / "out")
+        export_run(tmp_path, CONFIG, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
