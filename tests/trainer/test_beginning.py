@@ -23,7 +23,7 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpus
 from trainer.gpt.pretrained import defaults
-from trainer.gpt.pretrained.defaults import ending_of, eos_of, with_beginning, with_model_of
+from trainer.gpt.pretrained.defaults import ending_of, eos_of, with_model_of
 from trainer.gpt.task import GPTTask
 from trainer.gpt.text import encode_prompt, open_tokenizer
 from trainer.gpt.tokenize import main as tokenize
@@ -68,8 +68,6 @@ def opened(config, seq_len=32):
 
 ASKED = {"prompt": "ask", "completion": "yes"}
 ANSWER = {"role": "assistant", "content": "yes"}
-
-
 AS_OBJECT = {"__type": "AddedToken", "content": "<s>"}
 
 
@@ -187,19 +185,14 @@ def test_config_of_a_run_says_how_documents_begin(saved, tokenizer, tmp_path):
 
     assert found(config).begin_of_document == saved
     # The id is that of its tokenizer, and means nothing for another.
-    assert found(config, **{"--data.tokenizer": str(tokenizer)}).begin_of_document == BEGIN
+    flags = {"--data.tokenizer": str(tokenizer)}
+    assert found(config, **flags).begin_of_document == BEGIN
+    flags |= {"--data.begin-of-document": str(saved)}
+    assert found(config, **flags).begin_of_document == saved
     np.save(tmp_path / "tokens.npy", np.arange(9))
     tokens = dataclasses.replace(data, path=tmp_path / "tokens.npy")
     found_for_tokens = found(dataclasses.replace(config, data=tokens))
     assert (found_for_tokens.tokenizer, found_for_tokens.begin_of_document) == (None, None)
-
-
-def test_given_beginning_is_not_that_of_the_tokenizer(tokenizer):
-    config = gpt_tiny()
-    data = dataclasses.replace(config.data, tokenizer=tokenizer)
-    config = dataclasses.replace(config, init_from=tokenizer.parent, data=data)
-    assert with_beginning(config, given=False).data.begin_of_document == BEGIN
-    assert with_beginning(config, given=True).data.begin_of_document is None
 
 
 @pytest.mark.quick
