@@ -112,7 +112,7 @@ def clips(tmp_path_factory):
     return new_run(config)
 
 
-RANGES = ((0.875, 1.0), (0.0, 0.875), (0.0, 0.5), (0.0, 0.875))
+RANGES = ((0.875, 1.0), (0.0, 0.875), (0.0, 0.5), (0.0, 0.875), (0.0, 0.875))
 QUICK = ("--steps", "2", "--devices", "2")
 
 
@@ -156,8 +156,9 @@ def halves(digits):
     config = dataclasses.replace(dit_video(), model=SMALL, **RUN)
     found = []
     for seed, (low, high) in enumerate(RANGES):
-        model = dataclasses.replace(SMALL, heads=2 if seed < 3 else 1)
-        diffusion = dataclasses.replace(config.diffusion, range=(low, high))
+        model = dataclasses.replace(SMALL, heads=1 if seed == 3 else 2)
+        dropout = 0.0 if seed == 4 else config.diffusion.dropout
+        diffusion = dataclasses.replace(config.diffusion, range=(low, high), dropout=dropout)
         run_dir = digits.parent / f"half{seed}"
         half = dict(model=model, diffusion=diffusion, run_dir=run_dir, seed=seed)
         found.append(new_run(dataclasses.replace(config, **half), noise=0.3))
@@ -194,6 +195,7 @@ def test_two_models_draw_at_the_times_that_each_has_learnt(halves, tmp_path, cap
         (["--other-run", "absent"], "--other-run must be the folder of a run"),
         (["--other-guidance", "2"], "without --other-run"),
         (["--other-run", 1, "--other-guidance", "-1"], "guidance must be at least 0"),
+        (["--other-run", 4, "--other-guidance", "2"], "Use --other-guidance 1"),
     ],
 )
 def test_models_that_draw_no_video_together(halves, capsys, flags, words):

@@ -52,16 +52,7 @@ def sample_videos(
 ) -> None:
     """Draws videos with the model of a run, and writes all of them to one file, a new one."""
     run, config = config, _of_size(config, options)
-    dropout, guidance = config.diffusion.dropout, options.guidance
-    if guidance is None:
-        guidance = GUIDANCE if config.data.path else GUIDANCE_OF_DIGITS
-        guidance = guidance if dropout or config.init_from else 1.0
-    if guidance != 1 and not (dropout or config.init_from):
-        raise InputError(
-            "guidance other than 1 needs a model that has learnt to draw without a caption; got "
-            f"guidance={guidance}, dropout={dropout}. Use --guidance 1."
-        )
-    models = _models(run_dir, run, options, guidance)
+    models = _models(run_dir, run, options)
     is_digits = config.data.path is None
     suffixes, what = (".npz",), "latents, which are no pixels"
     if is_digits:
@@ -125,12 +116,25 @@ def sample_videos(
     session.note(f"{len(videos)} videos: {place}")
 
 
-def _models(
-    run_dir: Path, run: WanTrainConfig, options: VideoOptions, guidance: float
-) -> list[_Model]:
+def _guidance(config: WanTrainConfig, wanted: float | None, flag: str) -> float:
+    """The strength of guidance, which needs a model that has learnt to draw without a caption."""
+    dropout = config.diffusion.dropout
+    has_learnt = dropout or config.init_from
+    if wanted is None:
+        default = GUIDANCE if config.data.path else GUIDANCE_OF_DIGITS
+        return default if has_learnt else 1.0
+    if wanted != 1 and not has_learnt:
+        raise InputError(
+            "guidance other than 1 needs a model that has learnt to draw without a caption; got "
+            f"guidance={wanted}, dropout={dropout}. Use {flag} 1."
+        )
+    return wanted
+
+
+def _models(run_dir: Path, run: WanTrainConfig, options: VideoOptions) -> list[_Model]:
     """The model of a run; and the other one of Wan 2.2, that of the lower times last."""
     folder, low_high = options.other_run, run.diffusion.range
-    found = [_Model(run_dir, run, guidance)]
+    found = [_Model(run_dir, run, _guidance(run, options.guidance, "--guidance"))]
     if folder is None and low_high != (0, 1):
         raise InputError(
             f"A video needs all times from 0 to 1; got a run that has learnt {low_high}. Give the "
@@ -156,8 +160,9 @@ def _models(
             "--other-run must have a model of the same sizes; got one that differs in "
             f"{', '.join(differing)}. Give another run."
         )
-    of_other = guidance if options.other_guidance is None else options.other_guidance
-    found.append(_Model(folder, replace(other, size=run.size, data=run.data), of_other))
+    wanted = options.guidance if options.other_guidance is None else options.other_guidance
+    guidance = _guidance(other, wanted, "--other-guidance")
+    found.append(_Model(folder, replace(other, size=run.size, data=run.data), guidance))
     return sorted(found, key=lambda model: model.config.diffusion.range, reverse=True)
 
 
