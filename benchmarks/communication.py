@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 import startrail_jax as st
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
-from startrail_jax.options import GradientDtype
+from startrail_jax.rings.options import GradientDtype
 from startrail_jax.traffic.settings import legal_degrees, refusal
 
 

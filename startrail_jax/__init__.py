@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from startrail_jax.device_mesh import make_mesh
     from startrail_jax.devices.axes import AxisNames
     from startrail_jax.devices.degrees import Degrees
-    from startrail_jax.documents import parts
     from startrail_jax.linear.attention import LinearAttention
     from startrail_jax.planner.planning import plan
     from startrail_jax.rings.residuals import CHECKPOINT_NAMES
+    from startrail_jax.tokens.documents import parts
     from startrail_jax.tokens.layout import Layout
     from startrail_jax.traffic.cost import communication
     from startrail_jax.xla.compiler import compiler_options

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks
-from startrail_jax.cache import Decoding
-from startrail_jax.calls.explain import Explanation, explain
-from startrail_jax.calls.key_masks import as_negative
+from startrail_jax.calls.cache import Decoding
+from startrail_jax.calls.explain import Explanation, explain, warn_of_balance
+from startrail_jax.calls.key_masks import as_negative, empty_padding, without_padding
 from startrail_jax.calls.score_checks import check_scores, given_to_call, given_to_shards
 from startrail_jax.calls.validation import check_shards, check_static, served_call
 from startrail_jax.devices.axes import device_kind, flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.devices.nodes import mesh_crossing
-from startrail_jax.errors import BalanceWarning
 from startrail_jax.rings import collectives, score_units, vjp
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, to_zigzag
 from startrail_jax.rings.choices import choose
@@ -34,7 +30,6 @@ from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes, dtype_name
 from startrail_jax.rings.work import advice_on_balance
-from startrail_jax.shapes import EMPTY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Attention(Decoding):
             mask=self.resolved_mask,
             **{role: self.axes[role] for role in SEQUENCE_ROLES},
             layout=self.layout,
-            backend=cast("blocks.Backend", self.backend),
+            backend=cast(Any, self.backend),
             scale=self.scale,
             softcap=self.softcap,
             **self.options,
@@ -156,8 +151,7 @@ class Attention(Decoding):
             why=why,
             why_balance=why_balance,
         )
-        if explanation.advice:
-            warnings.warn(explanation.advice, BalanceWarning, stacklevel=2)
+        warn_of_balance(explanation.advice, stacklevel=2)
         return explanation
 
     def __call__(
@@ -364,9 +358,9 @@ class Attention(Decoding):
     ) -> tuple[Array, Array]:
         """Attention on one device, between the exchanges of tokens that balance the work."""
         if query_ids is not None:
-            query = _without_padding(query, query_ids)
+            query = without_padding(query, query_ids)
         if key_ids is not None:
-            key, value = (_without_padding(x, key_ids) for x in (key, value))
+            key, value = (without_padding(x, key_ids) for x in (key, value))
         padded = query_ids
         schedule, given = score_units.of_device(self.schedule, given, query, self.axes)
         schedule = self._exchanging(schedule, query, key, value, query_ids, kv_heads)
@@ -387,8 +381,7 @@ class Attention(Decoding):
         if balances:
             out, lse = from_zigzag(ranks, out), from_zigzag(ranks, lse, 2)
         if padded is not None:  # For their gradients: what comes from padding goes nowhere.
-            out = _without_padding(out, padded)
-            lse = jnp.where(padded[:, None] >= 0, lse, EMPTY)
+            out, lse = without_padding(out, padded), empty_padding(lse, padded)
         return out, lse
 
     def _exchanging(
@@ -414,14 +407,9 @@ class Attention(Decoding):
         schedule, *_ = choose(schedule, degrees, sizes)
         if self.balance == "auto" and (schedule.balance, schedule.exchange) == ("layout", "rings"):
             advice = advice_on_balance(schedule, sizes.query_tokens, sizes.key_tokens)
-            if advice:  # Functions of jax are between this line and that of the caller.
-                warnings.warn(advice, BalanceWarning, stacklevel=1)
+            # Functions of jax are between this line and that of the caller.
+            warn_of_balance(advice, stacklevel=1)
         return schedule
-
-
-def _without_padding(x: Array, ids: Array) -> Array:
-    """Zeros at padding, which may hold anything: a weight of 0 times NaN is NaN."""
-    return jnp.where(ids[..., None, None] >= 0, x, 0)
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.

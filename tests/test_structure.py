@@ -19,12 +19,12 @@ OP = "startrail_jax"
 # layer: so `trainer.gpt` and `trainer.dit` do not know each other.
 LAYERS = (
     {f"{OP}.errors", f"{OP}.patterns", f"{OP}.shapes", f"{OP}.values"},
-    {f"{OP}.tokens", f"{OP}.devices", f"{OP}.documents"},
-    {f"{OP}.masks", f"{OP}.options", f"{OP}.xla"},
+    {f"{OP}.tokens", f"{OP}.devices"},
+    {f"{OP}.masks", f"{OP}.xla"},
     {f"{OP}.blocks"},
     {f"{OP}.rings"},
     {f"{OP}.calls", f"{OP}.traffic"},
-    {f"{OP}.cache", f"{OP}.device_mesh"},
+    {f"{OP}.device_mesh"},
     {f"{OP}.attention", f"{OP}.linear"},
     # Nothing of the op reads compiled programs.
     {f"{OP}.analysis", f"{OP}.planner", f"{OP}.testing"},

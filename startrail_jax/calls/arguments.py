@@ -9,7 +9,7 @@ from typing import Any
 from startrail_jax import blocks, masks
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.errors import InputError
-from startrail_jax.options import Options
+from startrail_jax.rings.options import Options
 from startrail_jax.values import adopt, is_real, real, truth, whole
 
 

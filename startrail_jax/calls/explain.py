@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from startrail_jax import blocks
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
 from startrail_jax.devices.degrees import ROLES, Axis
+from startrail_jax.errors import BalanceWarning
 from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.rings.balance import in_zigzag
 from startrail_jax.rings.head_chunks import check_head_chunks
@@ -29,6 +31,12 @@ _SERVES = {
 
 # The backends that call flash kernels alone.
 FLASH = ("cudnn", "fa4")
+
+
+def warn_of_balance(advice: str | None, *, stacklevel: int) -> None:
+    """Warns the caller, `stacklevel` calls above, with the advice on balance, if there is any."""
+    if advice:
+        warnings.warn(advice, BalanceWarning, stacklevel=stacklevel + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

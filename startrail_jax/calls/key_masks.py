@@ -15,6 +15,7 @@ from startrail_jax.calls.arguments import Arguments
 from startrail_jax.calls.sharding import int32_ids
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.masks.algebra import shown
+from startrail_jax.shapes import EMPTY
 
 
 def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any:
@@ -65,6 +66,16 @@ def as_negative(padding_id: int | None, segment_ids: Any) -> Any:
         return where(ids == padding_id, np.int32(-1), int32_ids(ids))
 
     return jax.tree.map(marked, segment_ids)
+
+
+def without_padding(x: Array, ids: Array) -> Array:
+    """Zeros at padding, which may hold anything: a weight of 0 times NaN is NaN."""
+    return jnp.where(ids[..., None, None] >= 0, x, 0)
+
+
+def empty_padding(lse: Array, ids: Array) -> Array:
+    """The lse of rows that see no key, at padding: gradients from there go nowhere."""
+    return jnp.where(ids[:, None] >= 0, lse, EMPTY)
 
 
 def pad_keys(

@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array
 
 from startrail_jax.calls.key_masks import as_negative
-from startrail_jax.device_mesh import make_mesh
-from startrail_jax.devices.degrees import Degrees
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.halo import begins, wide
 
@@ -95,7 +93,7 @@ class StateProblem:
     def of_one_device(self, attention: LinearAttention) -> dict[str, np.ndarray]:
         """The same by `LinearAttention` on one device."""
         devices: Any = attention.mesh.devices
-        mesh = make_mesh(Degrees(), devices=[devices.flat[0]])
+        mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=[devices.flat[0]])
         alone = LinearAttention(
             mesh, rule=attention.rule, scale=attention.scale, padding_id=attention.padding_id
         )

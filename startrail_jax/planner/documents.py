@@ -1,9 +1,9 @@
 """What a step takes for documents of many lengths: in rows of one length, or each on few GPUs.
 
 In rows, documents follow each other, and attention sees no pair of two documents. As parts of a
-batch (`startrail_jax.documents`), a document lies on as few GPUs as hold it. Both have the matrices
-of all tokens and the visible pairs; they differ in what is sent, in padding, and in what the
-busiest replica has to do. Of a row, all devices count with the same work.
+batch (`startrail_jax.tokens.documents`), a document lies on as few GPUs as hold it. Both have the
+matrices of all tokens and the visible pairs; they differ in what is sent, in padding, and in what
+the busiest replica has to do. Of a row, all devices count with the same work.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from startrail_jax.devices.degrees import ROLES
-from startrail_jax.documents import DocumentCost, PartStream, PartSummary, summary
 from startrail_jax.errors import InputError
 from startrail_jax.planner.grid import all_settings
 from startrail_jax.planner.quantities import parse_count
 from startrail_jax.planner.search import Candidates, Prediction
+from startrail_jax.tokens.documents import DocumentCost, PartStream, PartSummary, summary
 
 _DRAWN = 10_000
 """Documents that are drawn from a distribution, or from a data set."""

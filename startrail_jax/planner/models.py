@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from startrail_jax.documents import DocumentCost
 from startrail_jax.errors import InputError
 from startrail_jax.planner.quantities import LARGEST_SIZE
+from startrail_jax.tokens.documents import DocumentCost
 
 DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
 """What all diffusion transformers of `train.py` have."""

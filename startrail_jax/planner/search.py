@@ -12,12 +12,12 @@ import numpy as np
 
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.options import GradientDtype, Options
 from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings, number_of
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.quantities import show_count
 from startrail_jax.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of
 from startrail_jax.planner.timing import Timing
+from startrail_jax.rings.options import GradientDtype, Options
 
 REMAT = ("products_saved", "projections_saved", "attention_saved", "full")
 """What the backward pass of a layer may recompute, most memory first. "none" reads from memory what

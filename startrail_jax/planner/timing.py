@@ -19,10 +19,10 @@ import numpy as np
 
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.masks import Window
-from startrail_jax.options import Options
 from startrail_jax.planner.grid import Call, Settings, number_of
 from startrail_jax.planner.hardware import Cluster
 from startrail_jax.planner.links import Cost, Links, Move
+from startrail_jax.rings.options import Options
 from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import plan_sparse

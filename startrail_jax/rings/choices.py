@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.options import Balance, Exchange
 from startrail_jax.rings.balance import in_zigzag, why_not_balanced
+from startrail_jax.rings.options import Balance, Exchange
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import plan_sparse, why_not_sparse

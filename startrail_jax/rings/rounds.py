@@ -37,7 +37,7 @@ import numpy as np
 from startrail_jax.devices.degrees import Axis, Cycle
 from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.masks.algebra import causal_window
-from startrail_jax.options import Options
+from startrail_jax.rings.options import Options
 from startrail_jax.tokens.layout import Layout, Runs
 
 

@@ -20,7 +20,7 @@ from startrail_jax.blocks.visibility import Cases, Visibility
 from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Mask
-from startrail_jax.options import Side
+from startrail_jax.rings.options import Side
 from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes, traveller
 from startrail_jax.tokens.layout import Layout, Runs

@@ -14,7 +14,7 @@ import numpy as np
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Causal, Full, Mask
-from startrail_jax.options import Options, Side
+from startrail_jax.rings.options import Options, Side
 from startrail_jax.tokens.layout import Layout
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}

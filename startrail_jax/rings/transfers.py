@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
-from startrail_jax.options import Options, Side
+from startrail_jax.rings.options import Options, Side
 from startrail_jax.rings.sizes import WIDTHS, Sizes, traveller
 from startrail_jax.rings.sparse_plan import SparsePlan
 from startrail_jax.tokens.layout import slice_pairs

@@ -23,9 +23,9 @@ from startrail_jax.devices.degrees import ROLES, Degrees, check_degrees
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Mask, resolve
-from startrail_jax.options import OPTIONS, Options, Side
 from startrail_jax.rings.choices import choose, passes_of
 from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.options import OPTIONS, Options, Side
 from startrail_jax.rings.schedule import schedule_of
 from startrail_jax.rings.sizes import Sizes, dtype_name, traveller
 from startrail_jax.rings.transfers import Transfer
@@ -187,7 +187,7 @@ def communication(
             `call`.
         devices_per_node: number of devices in a node. Each `Traffic` then has `nodes`, the bytes
             that the ports of the nodes carry.
-        **options: those of `startrail_jax.options.Options`, as for `Attention`.
+        **options: those of `startrail_jax.rings.options.Options`, as for `Attention`.
 
     Returns:
         The bytes. Of a group of n devices, each receives n - 1 shards in an all_gather or

@@ -11,7 +11,7 @@ import startrail_jax as st
 from benchmarks import communication as benchmark
 from refusals import refused
 from startrail_jax.errors import InputError
-from startrail_jax.options import Options
+from startrail_jax.rings.options import Options
 from startrail_jax.rings.sizes import Sizes, traveller
 
 pytestmark = pytest.mark.quick

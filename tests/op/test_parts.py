@@ -11,9 +11,9 @@ from hypothesis import strategies as some
 
 import startrail_jax as st
 from refusals import refused
-from startrail_jax import documents
-from startrail_jax.documents import BatchPart, DocumentCost, PartStream, summary
 from startrail_jax.errors import InputError
+from startrail_jax.tokens import documents
+from startrail_jax.tokens.documents import BatchPart, DocumentCost, PartStream, summary
 
 UNSENT = DocumentCost(hop=0)
 

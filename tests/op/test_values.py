@@ -7,8 +7,8 @@ import pytest
 import startrail_jax as st
 from refusals import refused
 from startrail_jax import masks
-from startrail_jax.documents import DocumentCost
 from startrail_jax.errors import InputError
+from startrail_jax.tokens.documents import DocumentCost
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 MESH = jax.sharding.AbstractMesh((2,), ("ring",))

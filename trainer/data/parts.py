@@ -1,7 +1,7 @@
 """Batches of whole documents: several parts, in each of which documents lie on as many devices.
 
-`startrail_jax.documents` decides which documents share a row, and how many devices a row has. This
-module reads the documents, and brings each token to its device.
+`startrail_jax.tokens.documents` decides which documents share a row, and how many devices a row
+has. This module reads the documents, and brings each token to its device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from startrail_jax.documents import BatchPart, DocumentCost, PartStream, summary
+from startrail_jax.tokens.documents import BatchPart, DocumentCost, PartStream, summary
 from startrail_jax.tokens.layout import Layout
 from trainer.data.dataset import Documents
 
