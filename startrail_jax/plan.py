@@ -86,7 +86,8 @@ def parser() -> argparse.ArgumentParser:
         "file with a number on each line; default: one document for each sequence",
     )
     search = made.add_argument_group(
-        "search", "The planner tries all values of flags that you leave out, but for the last two."
+        "search",
+        "The planner tries all values of flags that you leave out, but for the last three.",
     )
     for role in DEGREES:
         search.add_argument(f"--{role}", type=int, help=f"fixed {role} degree of the mesh")
@@ -104,6 +105,11 @@ def parser() -> argparse.ArgumentParser:
         search.add_argument(
             f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text
         )
+    search.add_argument(
+        "--offload-optimizer",
+        action="store_true",
+        help="keep the moments of the optimizer on the host",
+    )
     search.add_argument(
         "--gradient-dtype",
         default="float32",
@@ -150,6 +156,7 @@ def _plan(args: argparse.Namespace) -> Any:
         remat=tuple(args.remat or REMAT),
         offload=(False, True) if args.offload is None else (args.offload,),
         tiled=(False, True) if args.tile is None else (args.tile,),
+        offload_optimizer=args.offload_optimizer,
         gradient_dtype=args.gradient_dtype,
         memory_fraction=args.memory_fraction,
     )

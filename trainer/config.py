@@ -408,6 +408,7 @@ class TrainConfig:
             "experts",
             "remat",
             "offload",
+            "offload_optimizer",
             "tile",
             "gradient_accumulation",
         ),
@@ -456,6 +457,9 @@ class TrainConfig:
     offload: bool = False
     """Whether to move what `remat` saves to the memory of the host. Needs GPUs, and a `remat` other
     than "auto" and "none"."""
+    offload_optimizer: bool = False
+    """Whether the optimizer's moments are in the memory of the host, which kernels of the update
+    read and write."""
     tile: int | None = None
     """Largest number of tokens of a device that the loss processes at a time, and the MLP too if
     `remat` recomputes it; fewer tokens need less memory. The default is all tokens."""

@@ -190,6 +190,7 @@ class Planner:
             offload=(config.offload,),
             # Tiles and memory are those of the run: see below.
             tiled=(False,),
+            offload_optimizer=config.offload_optimizer,
             gradient_dtype=config.attention.gradient_dtype,
             exchange=config.attention.exchange,
             baselines=False,

@@ -180,7 +180,8 @@ def memory_of(compiled: Any) -> tuple[int, int, int, int]:
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     # Where more waits on the host than on the device, XLA's peak is that of the host.
     peak = min(memory.peak_memory_in_bytes, arguments + results + rest)
-    return arguments, rest, memory.host_temp_size_in_bytes, peak
+    host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+    return arguments, rest, host, peak
 
 
 def describe(degrees: st.Degrees) -> str:

@@ -192,11 +192,8 @@ def _cases(visibility: Visibility, q: QueryShard, k: KeyShard) -> Cases:
 def _only(
     visibility: Visibility, case: Any, cases: tuple[Pieces, ...]
 ) -> tuple[Any, tuple[Pieces, ...]]:
-    """Of a window of which some devices see one set and the others nothing: that set alone.
-
-    All devices then make its short calls, and those that see nothing drop the results. In front of
-    a branch, a GPU would wait for its host.
-    """
+    """Of a window of which some devices see one set and the others nothing: that set alone, which
+    all devices then call, as a GPU would wait for its host in front of a branch."""
     seen = [pieces for pieces in cases if pieces != Pieces()]
     if visibility.by_runs is None or len(cases) != 2 or len(seen) != 1:
         return None, cases
@@ -380,11 +377,8 @@ def _cut_ids(call: _Call, ids: Ids | None) -> Ids | None:
 def _by_rows(
     length: int, parts: list[tuple[slice, Any]], join: Callable[[slice, list[Any]], Any]
 ) -> Any:
-    """Joins parts of an array that cover overlapping ranges of rows.
-
-    The ends of all parts cut the rows into intervals. `join` gets each interval and the rows of the
-    parts that cover it; its results are concatenated.
-    """
+    """Joins parts of an array that cover overlapping ranges of rows: `join` gets each interval
+    between their ends and the rows of the parts that cover it, and its results are concatenated."""
     ends = sorted({0, length}.union(*({rows.start, rows.stop} for rows, _ in parts)))
     joined = []
     for start, stop in itertools.pairwise(ends):

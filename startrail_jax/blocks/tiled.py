@@ -225,11 +225,8 @@ class _TilePair:
 
 
 def _cut(x: Array, tiling: Tiling, i: Array, axis: int) -> Array:
-    """Tile i of an array whose tokens lie along `axis`.
-
-    The dimensions after `axis` are cut and pasted as one. Otherwise XLA would transpose the whole
-    array into the order that suits the products of a dense tile, and back again.
-    """
+    """Tile i of an array whose tokens lie along `axis`. The dimensions after it are cut as one:
+    otherwise XLA would transpose the whole array for the products of a dense tile, and back."""
     tile = tiling.cut(x.reshape(*x.shape[: axis + 1], -1), i, axis)
     return tile.reshape(*tile.shape[: axis + 1], *x.shape[axis + 1 :])
 

@@ -53,6 +53,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     flags["attention.gradient-dtype"] = choice.gradient_dtype
     flags |= {"zero": choice.savings.zero, "remat": choice.savings.remat, "tile": choice.tile}
     flags["offload"] = choice.savings.offload
+    flags["offload-optimizer"] = choice.savings.offload_optimizer
     flags |= {"distributed": True} if cluster.nodes > 1 else {}
     return " ".join([*words, *(_flag(*item) for item in flags.items())])
 

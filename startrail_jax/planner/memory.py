@@ -39,6 +39,7 @@ Amount = Any
 """An integer, or an array of them: one for each setting."""
 
 FORWARD, LOSS, LAYER = "a layer's forward pass", "the loss", "a layer's backward pass"
+UPDATE = "the update"
 """Phases of a step, which do not run at the same time."""
 
 
@@ -58,6 +59,7 @@ class StepSizes:
     head_chunks: int = 1
     """Number of parts in which a device attends its heads."""
     offload: bool
+    offload_optimizer: bool = False
     accumulation: int
     """Parts of a batch that are computed one after another."""
     tile: Amount
@@ -67,6 +69,8 @@ class StepSizes:
     """Tokens of one part of a batch."""
     weight_bytes: Amount
     optimizer_bytes: Amount
+    largest_bytes: Amount = 0
+    """Those of the moment of the largest weight."""
     average_bytes: Amount
     """Bytes of the average of the weights; 0 for a run without one."""
     frozen_bytes: Amount = 0
@@ -136,9 +140,9 @@ class Footprint:
 
     @property
     def state_bytes(self) -> Amount:
-        """Weights, optimizer and average: exact."""
+        """Weights, optimizer and average, on the device: exact."""
         names = ("weights", "optimizer", "average", "frozen weights")
-        return sum(self[name] for name in names)
+        return sum(part.size for part in self.parts if part.name in names and not part.host)
 
     @property
     def device_bytes(self) -> Amount:
@@ -194,7 +198,11 @@ def _plain(size: Amount) -> Amount:
 
 def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield Part(name="weights", size=sizes.weight_bytes)
-    yield Part(name="optimizer", size=sizes.optimizer_bytes)
+    yield Part(name="optimizer", size=sizes.optimizer_bytes, host=sizes.offload_optimizer)
+    if sizes.offload_optimizer:
+        # Those that are updated, and those on their way to the host.
+        moments = 3 * sizes.largest_bytes
+        yield Part(name="moments in the update", size=moments, exact=False, phase=UPDATE)
     if np.any(sizes.average_bytes):
         yield Part(name="average", size=sizes.average_bytes)
     if np.any(sizes.frozen_bytes):
@@ -204,7 +212,7 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else whole)
     # Whole gradients arise in the backward pass, unless they are sums over parts of a batch. The
     # shards of sums begin as zeros, which XLA sets up early.
-    late = sizes.zero < 2 and sizes.accumulation == 1
+    late = sizes.zero < 2 and sizes.accumulation == 1 and not sizes.offload_optimizer
     yield Part(name="gradients", size=summed, phase=LAYER if late else None)
     if sizes.accumulation > 1:
         yield Part(name="gradients of one part", size=summed, exact=False, phase=LAYER)
@@ -387,9 +395,9 @@ def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:
             copied = model.itemsize * sizes.stacked_elements
         yield Part(name="weights of layers, for each loop", size=copied, exact=False)
     # From level 2 on, XLA sums the gradients of a turn of the loop while the next turn computes, of
-    # which those of the MLP are there when attention runs.
-    trained = sizes.turn_trained
-    pending = mlp * trained // sizes.layer_elements if sizes.zero >= 2 else 0
+    # which those of the MLP are there when attention runs; not if the step of training forbids it.
+    trained, waits = sizes.turn_trained, sizes.zero >= 2 and not sizes.offload_optimizer
+    pending = mlp * trained // sizes.layer_elements if waits else 0
     size = FLOAT32 * (trained + pending)
     yield Part(name="gradients of layers, whole", size=size, exact=False, phase=LAYER)
     for name, (elements, phase) in sizes.vocabularies.items():

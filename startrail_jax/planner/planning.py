@@ -196,6 +196,7 @@ def describe(choice: Prediction) -> str:
     savings = choice.savings
     words = [f"zero {savings.zero}", f"remat {savings.remat}"]
     words += ["offload"] * savings.offload
+    words += ["moments on the host"] * savings.offload_optimizer
     words += [f"tile {choice.tile}"] * (choice.tile is not None)
     return ", ".join(words)
 

@@ -35,6 +35,8 @@ class Search:
     remat: Sequence[str] = REMAT
     offload: Sequence[bool] = (False, True)
     tiled: Sequence[bool] = (False, True)
+    offload_optimizer: bool = False
+    """Whether the moments of the optimizer are in the memory of the host."""
     gradient_dtype: GradientDtype = "float32"
     """Type in which parts of the gradients of attention travel."""
     memory_fraction: float = 0.92
@@ -200,7 +202,13 @@ class Candidates:
                 steps[repeated] = Step(self._timing, self._best_orders(again[repeated]))
             step = steps[repeated]
             for zero, tiled in itertools.product(options.zero, options.tiled):
-                savings = Savings(zero=zero, remat=remat, offload=offload, tiled=tiled)
+                savings = Savings(
+                    zero=zero,
+                    remat=remat,
+                    offload=offload,
+                    tiled=tiled,
+                    offload_optimizer=options.offload_optimizer,
+                )
                 legal = np.flatnonzero(is_legal(step.settings, savings, step.tokens))
                 if not len(legal):
                     continue

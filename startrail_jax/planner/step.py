@@ -53,6 +53,8 @@ class Savings:
     """Whether layers save to the memory of the host."""
     tiled: bool
     """Whether the loss treats at most 2048 tokens at a time, and the MLP where it is recomputed."""
+    offload_optimizer: bool = False
+    """Whether the moments of the optimizer are in the memory of the host."""
 
 
 def tile_of(settings: Settings, tokens: np.ndarray) -> np.ndarray:
@@ -244,14 +246,15 @@ class Step:
 
     def _offload(self, savings: Savings) -> np.ndarray:
         """Seconds that a device waits for the memory of the host."""
+        footprint, rate = self.footprint(savings), self.cluster.gpu.host_rate
+        moments = 2 * footprint["optimizer"] * savings.offload_optimizer / rate
         if not savings.offload:
-            return np.zeros(len(self.settings))
+            return moments + np.zeros(len(self.settings))
         model, layers = self.call.model, self.call.model.layers
-        saved = self.footprint(savings).host_bytes / layers
-        seconds = saved / self.cluster.gpu.host_rate
+        seconds = footprint["saved for the backward pass"] / layers / rate
         mixing = self.forward.compute + self._linear(_LINEAR_FORWARD_STATES)
         busy = mixing / layers + self._products(model.matrices / layers)
-        return layers * 2 * np.maximum(seconds - busy, 0)
+        return moments + layers * 2 * np.maximum(seconds - busy, 0)
 
     def _products(self, elements: float | np.ndarray) -> np.ndarray:
         """Seconds of the matrix products of all tokens with so many weights, forward."""
@@ -310,6 +313,10 @@ class Step:
         turn = turn_of(loops, model.layer_pairs)
         stacked = self.stacked_elements // shards
         itemsize = model.frozen_itemsize if model.lora_rank else _FLOAT32
+        matrix = model.largest_feed_forward // model.mlp_matrices // settings.tensor
+        largest = np.maximum(
+            matrix * model.layers // sum(turn.values()), model.outputs * model.width
+        )
         return StepSizes(
             model=model,
             degrees=settings,
@@ -317,11 +324,13 @@ class Step:
             remat=savings.remat,
             keep_gathered=False,
             offload=savings.offload,
+            offload_optimizer=savings.offload_optimizer,
             accumulation=1,
             tile=tile_of(settings, tokens) if savings.tiled else tokens,
             tokens=tokens,
             weight_bytes=_FLOAT32 * trained,
             optimizer_bytes=2 * _FLOAT32 * trained,
+            largest_bytes=_FLOAT32 * np.minimum(largest // shards, trained),
             average_bytes=_FLOAT32 * trained * model.average,
             frozen_bytes=itemsize * (frozen // shards),
             # Ids, targets, positions and documents, or a patch.

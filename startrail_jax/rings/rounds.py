@@ -124,11 +124,8 @@ def ring_offsets(rounds: Rounds, seq_len: int) -> tuple[int, ...]:
 def _places_of_window(
     ring: int, inner: int, zigzag: bool, seq_len: int, window: int
 ) -> frozenset[int]:
-    """The places of the outer cycle at which a causal window lets some queries see some keys.
-
-    Group and team together bring all keys of a block to all queries of another. A block is one run
-    of tokens, and under zigzag a second one, as far from the end of the sequence.
-    """
+    """The places of the outer cycle at which a causal window lets some queries see some keys. A
+    block is one run of tokens, and under zigzag a second one, as far from the end."""
     count, places = ring * (2 if zigzag else 1), ring // inner
     run, last = seq_len // count, np.arange(count)
     first = np.maximum((last * run - window + 1) // run, 0)

@@ -226,11 +226,8 @@ def _needs(slices: Slices, shows: Shows) -> Needs | None:
 
 
 def _whole_tiles(slices: Slices, first: int, last: int) -> tuple[int, int]:
-    """A run of keys, a few keys longer if it then begins and ends where tiles of kernels do.
-
-    A causal window of 4096 shows 4095 keys before a slice. With one more, which the mask hides,
-    they are whole tiles, of which kernels serve the triangle at the far end of the window.
-    """
+    """A run of keys, a few keys longer if it then begins and ends where tiles of kernels do: a
+    causal window of 4096 shows 4095 keys before a slice, and the mask hides one more."""
     begin = first // slices.size * slices.size
     end = begin + slices.size
     low = begin + (first - begin) // _TILE * _TILE

@@ -329,6 +329,23 @@ def test_best_is_the_best_of_all():
     assert best.seconds == pytest.approx(least)
 
 
+def test_moments_on_the_host_cost_their_way_and_no_memory():
+    asked = call(MODELS["llama3_8b"], seq_len=2**17, batch=2)
+    where = Cluster(nodes=2, gpus_per_node=4, gpu=GPUS["a100_80"], port_rate=2.5e10, ports=1)
+    step = Step(Timing(all_settings(where, asked), where, asked))
+    kept, moved = (
+        Savings(zero=3, remat="full", offload=False, tiled=True, offload_optimizer=x)
+        for x in (False, True)
+    )
+    before, after = step.footprint(kept), step.footprint(moved)
+    assert np.all(after.host_bytes - before.host_bytes == before["optimizer"])
+    assert np.all(before.device_bytes - after.device_bytes > before["optimizer"] / 2)
+    seconds = step.parts(moved)["offload waits"] - step.parts(kept)["offload waits"]
+    np.testing.assert_allclose(seconds, 2 * before["optimizer"] / where.gpu.host_rate)
+    found = str(st.plan(**H100_NODES, model="gpt_7b", options=Search(offload_optimizer=True)))
+    assert ", moments on the host" in found and " --offload-optimizer" in found
+
+
 def test_frugal_setting_is_nearly_as_fast():
     few = Search(zero=(2, 3), remat=("none", "attention_saved"), tiled=(True,), baselines=False)
     found = st.plan(**H100_NODES, model="gpt_7b", options=few)

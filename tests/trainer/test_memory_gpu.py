@@ -10,7 +10,7 @@ from benchmarks.compiled import run as benchmark
 from benchmarks.compiled.deviceless import gpu_topology
 from benchmarks.compiled.roofline import ENTRY, read_roofline
 from gpu_compiler import needs_gpu_compiler
-from programs import compile_gradients, make_config, make_program, weight_shapes
+from programs import compile_gradients, compile_step, make_config, make_program, weight_shapes
 from startrail_jax.analysis import hlo
 from startrail_jax.planner.hardware import GPUS
 from trainer.gpt.config import DataConfig
@@ -80,6 +80,18 @@ def test_offload_moves_what_is_saved_to_the_host(degrees):
     assert kept.host_temp_size_in_bytes == 0
     assert offloaded.host_temp_size_in_bytes == saved
     assert kept.temp_size_in_bytes - offloaded.temp_size_in_bytes > saved / 2
+
+
+def test_moments_on_the_host_take_no_memory_of_the_device():
+    numbers = 2 * 4  # Two counts of steps stay on the device.
+    for offloads in (False, True):
+        program = compiled(offload_optimizer=offloads)[0]
+        memory = compile_step(program).memory_analysis()
+        formula = footprint(program.config, program.objective, STARTRAIL)
+        stays = numbers * offloads
+        assert memory.host_argument_size_in_bytes == formula.host_bytes - stays
+        assert memory.argument_size_in_bytes - stays == formula.state_bytes + formula["batch"]
+        assert bool(formula.host_bytes) == offloads
 
 
 def test_offload_repeats_the_exchange_of_the_output_but_not_attention():

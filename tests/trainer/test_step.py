@@ -18,6 +18,7 @@ import startrail_jax as st
 from models.gpt import GPT
 from programs import SMALL, learnable_tokens, make_config, placed, train_steps
 from programs import make_program as program_of
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
@@ -272,6 +273,29 @@ def test_layers_that_offload_have_the_gradients_of_layers_that_do_not(degrees):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_on_the_host_change_nothing(kind, tmp_path):
+    optimizer = dataclasses.replace(CONFIG.optimizer, kind=kind)
+    plain, offloads = (
+        make_program(STARTRAIL, zero=3, optimizer=optimizer, offload_optimizer=x)
+        for x in (False, True)
+    )
+    start, batches = jax.device_get(plain.initialise()), [batch(plain, step) for step in range(2)]
+    expected, state = train_steps(plain, start, batches)
+    found, moved = train_steps(offloads, start, batches)
+    np.testing.assert_array_equal(found, expected)
+    arrays = [x for x in jax.tree.leaves(moved.optimizer) if x.ndim]
+    assert {x.sharding.memory_kind for x in arrays} == {"pinned_host"}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(2, moved, {})
+        on_device, _ = checkpoints.restore(plain.state_shapes)
+        on_host, _ = checkpoints.restore(offloads.state_shapes)
+    chex.assert_trees_all_equal(on_device, state)
+    chex.assert_trees_all_equal(jax.device_get(on_host), jax.device_get(state))
+    shardings = [jax.tree.map(lambda x: x.sharding, x) for x in (on_host, moved)]
+    assert shardings[0] == shardings[1]
+
+
 def test_program_does_not_grow_with_the_depth_of_a_pattern():
     def operations(layers):
         model = dataclasses.replace(PATTERN, layers=layers)

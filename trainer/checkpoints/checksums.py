@@ -109,6 +109,7 @@ def _sums(array: Shaped[Array, "..."]) -> tuple[UInt32[Array, ""], UInt32[Array,
     cancel each other.
     """
     total = (jnp.uint32(0), jnp.uint32(0))
+    array = jax.device_put(array, jax.memory.Space.Device)  # Moments may be in the host's memory.
     for part, words in enumerate(_words(array)):
         place = jnp.full(words.shape, part, jnp.uint32)
         stride = 2  # At most two words for each element.

@@ -335,11 +335,8 @@ class Partition:
     def _own_heads(
         self, kernel: Float[Array, "*width K H"], axes: tuple[str, ...]
     ) -> Float[Array, "*width k H"]:
-        """The key heads that this device needs, from a kernel or bias with all key heads.
-
-        Other heads are split over the devices of `axes`, each of which needs one key head. Along
-        `head`, a device takes those of all devices, which exchange them in the attention.
-        """
+        """The key heads that this device needs, from a kernel or bias with all key heads: one, or
+        along `head` those of all devices, which exchange them in the attention."""
         head = self.mesh.shape["head"] if "head" in axes else 1
         ranks = lax.axis_index("tensor") * head + jnp.arange(head)
         needed = ranks // (head * self.mesh.shape["tensor"] // kernel.shape[-2])

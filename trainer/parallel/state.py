@@ -74,7 +74,21 @@ def state_shapes(
     shapes = jax.eval_shape(
         lambda weights: initial_state(config, optimizer, weights), weight_shapes
     )
-    return partition.sharded(shapes)
+    state = partition.sharded(shapes)
+    if not config.offload_optimizer:
+        return state
+    return state._replace(optimizer=jax.tree.map(_on_host, state.optimizer))
+
+
+def _on_host(x: Any) -> Any:
+    """The shape of an array in the memory of the host; single numbers stay on the device."""
+    sharding = x.sharding.with_memory_kind("pinned_host") if x.ndim else x.sharding
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def moved(optimizer: Any, memory: jax.memory.Space) -> Any:
+    """The moments in another memory, within a program."""
+    return jax.tree.map(lambda x: jax.device_put(x, memory) if x.ndim else x, optimizer)
 
 
 def batch_shapes(objective: Objective, attention: Attention) -> Any:
@@ -133,6 +147,6 @@ def step_bytes(analysis: Any) -> int:
 def describe_memory(analysis: Any) -> str:
     """The memory that a compiled program takes of a device, as a line of the log."""
     state, whole = analysis.argument_size_in_bytes, step_bytes(analysis)
-    host = analysis.host_temp_size_in_bytes
+    host = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
     line = f"{size_of(whole)} (state and batch {size_of(state)}, the rest for a step)"
     return f"{line}, and {size_of(host)} of the host's" if host else line

@@ -39,6 +39,7 @@ from trainer.parallel.state import (
     TrainState,
     batch_shapes,
     initial_state,
+    moved,
     state_shapes,
     updated_average,
 )
@@ -136,15 +137,18 @@ class Program:
         )
         """(`TrainState.model`, batch) -> sum of the tokens' losses, and sum of their weights."""
 
-    def _offload_options(self) -> dict[str, int]:
-        config = self.config
-        if not config.offload:
-            return {}
-        memory = footprint(config, self.objective, self.attention.degrees)
-        return offload_options(
-            device_bytes=memory.device_bytes - memory.state_bytes - memory["batch"],
-            host_bytes=memory.host_bytes,
-        )
+    def _offload_options(self) -> dict[str, bool | int]:
+        config, options = self.config, {}
+        if config.offload:
+            memory = footprint(config, self.objective, self.attention.degrees)
+            options |= offload_options(
+                device_bytes=memory.device_bytes - memory.state_bytes - memory["batch"],
+                host_bytes=memory["saved for the backward pass"],
+            )
+        if config.offload_optimizer and device_kind(self.attention.mesh)[0] == "cuda":
+            # Otherwise a layer holds the whole gradients of the one before it.
+            options["xla_gpu_enable_pipelined_reduce_scatter"] = False
+        return options
 
     def _sharded_model(self, attention: Attention) -> ShardedModel:
         config, objective = self.config, self.objective
@@ -183,6 +187,9 @@ class Program:
 
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         config = self.config
+        if config.offload_optimizer:
+            on_device = moved(state.optimizer, jax.memory.Space.Device)
+            state = state._replace(optimizer=on_device)
         (loss, others), gradients = self._metrics_and_gradients(state.model, batch)
         norm = optax.tree.norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
@@ -196,6 +203,8 @@ class Program:
         rate = learning_rate(config.optimizer, config.steps)(count)
         metrics = StepMetrics(loss, norm, finite, jnp.asarray(rate), others)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state.changing)
+        if config.offload_optimizer:
+            kept = kept._replace(optimizer=moved(kept.optimizer, jax.memory.Space.Host))
         return kept._replace(frozen=state.frozen), metrics
 
     def gradients(self, weights: Any, batch: Any) -> tuple[Float32[Array, ""], Any]:

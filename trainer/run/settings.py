@@ -26,7 +26,8 @@ KIND_WITHOUT_NAME = "gpt"
 # Settings that may change when a run goes on: they change how its result is computed or reported,
 # but not the result itself, up to rounding. All other settings must stay, new ones too.
 FREE_SETTINGS = (
-    *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "tile", "gradient_accumulation"),
+    *("devices", "mesh", "zero", "zero_axes", "remat", "offload", "offload_optimizer", "tile"),
+    "gradient_accumulation",
     *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
     *("attention.exchange", "attention.backend", "attention.linear_backend"),
     *("plan", "wandb", "mlflow"),
