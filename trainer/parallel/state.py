@@ -86,7 +86,7 @@ def _on_host(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def moved(optimizer: Any, memory: jax.memory.Space) -> Any:
+def moved(optimizer: Any, memory: Any) -> Any:
     """The moments in another memory, within a program."""
     return jax.tree.map(lambda x: jax.device_put(x, memory) if x.ndim else x, optimizer)
 
