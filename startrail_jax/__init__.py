@@ -58,7 +58,7 @@ _MODULES = {
     "compiler_options": "xla.compiler",
     "make_mesh": "device_mesh",
     "masks": None,
-    "parts": "documents",
+    "parts": "tokens.documents",
     "plan": "planner.planning",
 }
 

@@ -120,7 +120,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         tokens=tokens,
         weight_bytes=bytes_of_device(state.weights),
         optimizer_bytes=bytes_of_device(state.optimizer),
-        largest_bytes=max(map(bytes_of_device, jax.tree.leaves(state.optimizer))),
+        largest_bytes=max(map(bytes_of_device, jax.tree.leaves(state.optimizer)), default=0),
         average_bytes=bytes_of_device(state.average),
         frozen_bytes=bytes_of_device(state.frozen),
         batch_bytes=bytes_of_device(batch_shapes(objective, attention)),
