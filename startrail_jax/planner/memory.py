@@ -41,6 +41,7 @@ Amount = Any
 FORWARD, LOSS, LAYER = "a layer's forward pass", "the loss", "a layer's backward pass"
 UPDATE = "the update"
 """Phases of a step, which do not run at the same time."""
+SAVED = "saved for the backward pass"  # The name of a part.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +250,7 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
 def _saved(sizes: StepSizes) -> Part:
     """What layers save for the backward pass: see `remat.rematerialised`."""
     model = sizes.model
-    name, tensor = "saved for the backward pass", sizes.degrees.tensor
+    name, tensor = SAVED, sizes.degrees.tensor
     hidden = sizes.tokens * model.mlp_width // tensor * model.itemsize
     experts = model.experts
     shared = sizes.tokens * (experts.shared_width if experts else 0) // tensor * model.itemsize

@@ -17,6 +17,7 @@ from startrail_jax.planner.memory import (
     LOSS,
     REPEATS_MLP,
     REPEATS_PROJECTIONS,
+    SAVED,
     Footprint,
     StepSizes,
     footprint_of,
@@ -246,15 +247,19 @@ class Step:
 
     def _offload(self, savings: Savings) -> np.ndarray:
         """Seconds that a device waits for the memory of the host."""
+        found = np.zeros(len(self.settings))
+        if not (savings.offload or savings.offload_optimizer):
+            return found
         footprint, rate = self.footprint(savings), self.cluster.gpu.host_rate
-        moments = 2 * footprint["optimizer"] * savings.offload_optimizer / rate
+        if savings.offload_optimizer:
+            found = found + 2 * footprint["optimizer"] / rate
         if not savings.offload:
-            return moments + np.zeros(len(self.settings))
+            return found
         model, layers = self.call.model, self.call.model.layers
-        seconds = footprint["saved for the backward pass"] / layers / rate
+        seconds = footprint[SAVED] / layers / rate
         mixing = self.forward.compute + self._linear(_LINEAR_FORWARD_STATES)
         busy = mixing / layers + self._products(model.matrices / layers)
-        return moments + layers * 2 * np.maximum(seconds - busy, 0)
+        return found + layers * 2 * np.maximum(seconds - busy, 0)
 
     def _products(self, elements: float | np.ndarray) -> np.ndarray:
         """Seconds of the matrix products of all tokens with so many weights, forward."""

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float32
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.memory import REPEATS_MLP
+from startrail_jax.planner.memory import REPEATS_MLP, SAVED
 from startrail_jax.xla.compiler import compiler_options, offload_options
 from startrail_jax.xla.varying import vary
 from trainer.config import TrainConfig
@@ -143,7 +143,7 @@ class Program:
             memory = footprint(config, self.objective, self.attention.degrees)
             options |= offload_options(
                 device_bytes=memory.device_bytes - memory.state_bytes - memory["batch"],
-                host_bytes=memory["saved for the backward pass"],
+                host_bytes=memory[SAVED],
             )
         if config.offload_optimizer and device_kind(self.attention.mesh)[0] == "cuda":
             # Otherwise a layer holds the whole gradients of the one before it.
