@@ -652,7 +652,7 @@ RANGES: Mapping[str, Callable[[float], bool]] = {
 
 
 def check_range(
-    name: str, value: float | None, rule: str, way_out: str = "Leave it out for the default."
+    name: str, value: int | float | None, rule: str, way_out: str = "Leave it out for the default."
 ) -> None:
     """Raises ValueError unless a setting is None, or in one of `RANGES`."""
     if value is not None and not RANGES[rule](value):

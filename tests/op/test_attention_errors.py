@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import startrail_jax as st
@@ -386,7 +386,7 @@ def test_host_arrays_are_not_placed_inside_a_jit(method):
 
 def test_another_mesh_around_a_call_is_refused():
     ours, x = attention(D(ring=2), causal=True), np.zeros((2, 32, 4, 8), "f4")
-    other = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    other = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("a", "b"))
     for call in (ours, jax.jit(ours)):
         with jax.set_mesh(other), refused(InputError, "jax.set_mesh", "{'a': 2, 'b': 2}"):
             call(x, x, x)
