@@ -109,7 +109,7 @@ SETTINGS = {
         {"zero": 3, "zero_axes": ("team",), "experts": "dispatch", "remat": "full"},
     ),
     "accumulation, products saved": (
-        st.Degrees(group=2, team=2),
+        st.Degrees(data=2),
         {"gradient_accumulation": 2, "remat": "products_saved"},
     ),
     "kernels of jla": (

@@ -308,9 +308,10 @@ class Program:
         return self._over_all(jnp.sum(parts)), self._total_weight(batch)
 
     def _parts(self, batch: Any) -> Any:
-        """The parts of a batch of rows that are computed one after another: [parts, b, ...]."""
+        """The parts of a batch of rows that are computed one after another: [parts, b, ...]. Rows
+        take turns, so that a part has the same rows whatever the degree of data."""
         parts = self.config.gradient_accumulation if self.parts is None else self.parts.most
-        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def _local_sum(
         self, sharded: ShardedModel, slots: Any, weights: Any, batch: Any
