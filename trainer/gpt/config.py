@@ -159,8 +159,8 @@ class ExpertsConfig:
     balance_loss: float = 0.001
     """Factor of the loss that balances the experts: their number times the sum over all experts of
     their tokens, as a share of all, times their mean probability (Switch Transformers,
-    https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch that the loss counts; with
-    gradient accumulation, or batches of whole documents, those of each part."""
+    https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch that the loss counts;
+    with gradient accumulation, or batches of whole documents, those of each part."""
     balance_rate: float = 0.0
     """How far each step moves a bias of every expert, up if the expert has fewer tokens than the
     mean, and down if it has more. The bias counts in the choice of experts alone, and balances them
