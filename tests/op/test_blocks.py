@@ -78,7 +78,7 @@ def masks(length):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.slow_except_every(8)
+@pytest.mark.slow_except_every(6)
 @pytest.mark.parametrize(("backend", "name", "kv_heads"), SERVED)
 def test_block_agrees_with_the_oracle(backend, small_tiles, name, kv_heads):
     block = blocks.BACKENDS[backend]

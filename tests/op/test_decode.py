@@ -131,7 +131,7 @@ MASKS = {
 ON_EIGHT = {name: degrees for name, degrees in SCHEMES.items() if degrees.num_devices == 8}
 
 
-@pytest.mark.slow_except_every(14)
+@pytest.mark.slow_except_every(13)
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("degrees", [*ON_EIGHT.values()][:8], ids=[*ON_EIGHT][:8])
 @pytest.mark.parametrize("name", MASKS)

@@ -46,7 +46,7 @@ def devices_of(schedule):
         ((2, 3, 1), 3),
     ],
 )
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow_except_every(3)
 def test_every_pair_of_tokens_is_met_exactly_once(degrees, inner, layout, direction):
     group, ring, team = degrees
     degrees = st.Degrees(group=group, ring=ring, team=team)
@@ -168,7 +168,7 @@ def met_and_been(cycles, offsets, *, direction, unrolled, mark):
 @pytest.mark.parametrize(
     "offsets", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), (0, 1, 2, 3, 5, 6), tuple(range(7))]
 )
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow_except_every(7)
 def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
     offsets, unrolled, direction
 ):
@@ -185,7 +185,7 @@ def test_circulate_brings_each_traveller_past_everyone_and_its_share_home(
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.parametrize("unrolled", [(24, 1), (4, 1)])
 @pytest.mark.parametrize(("outer", "inner"), [(2, 3), (4, 2), (3, 4), (6, 1), (1, 6)])
-@pytest.mark.slow_except_every(4)
+@pytest.mark.slow_except_every(3)
 def test_double_ring_brings_each_traveller_past_everyone_and_its_share_home(
     outer, inner, unrolled, direction
 ):

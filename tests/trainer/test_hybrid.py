@@ -43,9 +43,9 @@ STEPS = 30
 END = 7  # Ends a document.
 # Two groups of a period and a last one that is not whole; fewer key heads than heads of values.
 HYBRID = SMALL | dict(
-    layers=8,
-    mixers=("linear", "linear", "attention"),
-    feed_forwards=("mlp", "experts", "experts"),
+    layers=5,
+    mixers=("linear", "attention"),
+    feed_forwards=("experts", "mlp"),
     experts=ExpertsConfig(
         **dict(count=6, top_k=2, width=8, shared_width=12, shared_gate=True, biases=True),
         **dict(balance_loss=0.1, balance_rate=0.01, z_loss=0.01),
@@ -109,7 +109,7 @@ SETTINGS = {
         {"zero": 3, "zero_axes": ("team",), "experts": "dispatch", "remat": "full"},
     ),
     "accumulation, products saved": (
-        st.Degrees(data=2),
+        st.Degrees(data=2, group=2, team=2),
         {"gradient_accumulation": 2, "remat": "products_saved"},
     ),
     "kernels of jla": (
@@ -164,13 +164,16 @@ def whole_pass(weights, tokens):
 def test_greedy_tokens_are_the_likeliest_of_whole_forward_passes(degrees, initial_state):
     """Prompts of one token, of fewer than the convolution sees, and of more than a slice."""
     prompts = [8 + np.arange(n) % 40 for n in (1, 3, 40, 64)]
+    longest = 64 + 6
     weights = jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, initial_state.weights)
     generator = make_generator(degrees)
     of_devices = placed(weights, generator.weight_shapes)
     found = np.array([*generator(of_devices, prompts, num_tokens=6)]).T
     for prompt, new in zip(prompts, found, strict=True):
         text = np.concatenate([prompt, new])
-        assert whole_pass(weights, text)[len(prompt) - 1 : -1].tolist() == new.tolist()
+        padded = np.pad(text, (0, longest - len(text)))  # One program, which looks back alone.
+        likeliest = whole_pass(weights, padded)[len(prompt) - 1 : len(text) - 1]
+        assert likeliest.tolist() == new.tolist()
     assert len(set(found.ravel().tolist())) > 4
 
 
@@ -207,11 +210,11 @@ def test_sizes_of_the_planner_are_those_of_the_weights():
     assert sizes.elements == whole
     adapters = sum(x.size for x in jax.tree.leaves(program.state_shapes.weights))
     assert sum(kind.count * kind.adapters for kind in sizes.kinds) == adapters
-    adapters -= 5 * 4 * 3 * (8 + 24)  # Those of four idle experts.
+    adapters -= 3 * 4 * 3 * (8 + 24)  # Those of four idle experts.
     assert sizes.active_adapters == adapters
     everything = sum(kind.count * kind.matrices for kind in sizes.kinds)
-    # Five layers with three matrices of four idle experts; the router counts beside the matrices.
-    assert sizes.matrices == everything - 5 * (3 * 4 * 24 * 8 - 6 * 24)
+    # Three layers with three matrices of four idle experts; the router counts beside the matrices.
+    assert sizes.matrices == everything - 3 * (3 * 4 * 24 * 8 - 6 * 24)
     # Three products with each state, forward, and twice as many backward.
     states = 6 * 3 * 8 * 12 * 4 * sizes.linear_layers
     pairs = 12 * 8 * 4 * sum(range(1, 65)) / 64 * 2
@@ -250,7 +253,7 @@ def test_kernels_of_linear_attention_need_such_layers():
 
 
 def test_tokens_are_sent_to_experts_of_zero_3_alone():
-    with refused(InputError, "experts=dispatch, zero=2, feed_forwards=mlp experts experts"):
+    with refused(InputError, "experts=dispatch, zero=2, feed_forwards=experts mlp"):
         dataclasses.replace(CONFIG, zero=2, experts="dispatch")
     config = dataclasses.replace(CONFIG, zero=3, experts="dispatch")
     with refused(InputError, "got 4 devices and 6 experts"):

@@ -54,6 +54,7 @@ def save_run(config, degrees=None):
     return program, state
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("degrees", [st.Degrees(), st.Degrees(tensor=2, ring=4)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_read_is_written_bit_for_bit(name, degrees, tmp_path):

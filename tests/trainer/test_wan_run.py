@@ -83,9 +83,10 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
         train.train(config_of(folder, tmp_path / "run", steps=1))
 
 
-def new_run(config, noise=0.0):
+def new_run(config, noise=0.0, like=None):
     """A run with a checkpoint, whose weights are new, or those and noise."""
-    state, rng = make_program(config, st.Degrees()).initialise(), np.random.default_rng(config.seed)
+    state = make_program(like or config, st.Degrees()).initialise()
+    rng = np.random.default_rng(config.seed)
 
     def noisy(x):
         return x + noise * rng.normal(size=x.shape).astype(x.dtype)
@@ -161,7 +162,7 @@ def halves(digits):
         diffusion = dataclasses.replace(config.diffusion, range=(low, high), dropout=dropout)
         run_dir = digits.parent / f"half{seed}"
         half = dict(model=model, diffusion=diffusion, run_dir=run_dir, seed=seed)
-        found.append(new_run(dataclasses.replace(config, **half), noise=0.3))
+        found.append(new_run(dataclasses.replace(config, **half), noise=0.3, like=config))
     return found
 
 

@@ -120,10 +120,13 @@ def test_blocks_of_frames_see_no_later_block():
         mask = same & (frame // 2 <= frame[:, None] // 2)[None]
         return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
 
-    model = objective.make_model(dense, Hooks(), nnx.Rngs(0))
-    weights = jax.tree.map(jnp.asarray, jax.device_get(state.weights))
-    model = nnx.merge(nnx.graphdef(model), weights)
-    losses = objective.losses(model, objective.hidden(model, shown), shown.targets)
+    @jax.jit
+    def losses_of(weights, shown):
+        model = objective.make_model(dense, Hooks(), nnx.Rngs(0))
+        model = nnx.merge(nnx.graphdef(model), weights)
+        return objective.losses(model, objective.hidden(model, shown), shown.targets)
+
+    losses = losses_of(jax.tree.map(jnp.asarray, jax.device_get(state.weights)), shown)
     _, metrics = program.train_step(state, made)
     expected = (losses * shown.weights).sum() / shown.weights.sum()
     np.testing.assert_allclose(float(metrics.loss), expected, rtol=1e-5)
