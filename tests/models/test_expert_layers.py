@@ -124,7 +124,7 @@ def test_a_layer_is_that_of_dense_experts(changes):
         gradients, dx = pull((jnp.asarray(dout, "f4"), jnp.asarray(daux, "f4")))
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         given = {name: jnp.asarray(value) for name, value in flat(weights).items()}
-        right, pull, load = jax.vjp(wanted, given, jnp.asarray(x), has_aux=True)
+        right, pull, load = jax.vjp(jax.jit(wanted), given, jnp.asarray(x), has_aux=True)
         right_gradients, right_dx = pull((jnp.asarray(dout), jnp.asarray(daux)))
     pairs = {"out": (found[0], right[0]), "aux": (found[1], right[1]), "x": (dx, right_dx)}
     pairs |= {name: (y, right_gradients[name]) for name, y in flat(gradients).items()}
@@ -246,7 +246,7 @@ def test_tokens_that_are_sent_to_experts_have_the_outputs_of_all(chosen, message
     found, pull, count = jax.vjp(
         jax.jit(lambda w, x, s: sent(w, x, chosen, s)), *given, has_aux=True
     )
-    right, pull_right = jax.vjp(lambda w, x, s: by_group(expert, w, x, chosen, s), *given)
+    right, pull_right = jax.vjp(jax.jit(lambda w, x, s: by_group(expert, w, x, chosen, s)), *given)
     assert int(count) == messages
     for a, b in zip(
         *map(jax.tree.leaves, ((found, pull(dout)), (right, pull_right(dout)))), strict=True
