@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs import RECIPES
+from startrail_jax.errors import InputError
 from trainer.command_line import (
     Command,
     exit_with_usage_error,
@@ -77,6 +78,11 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
 
     # Mesh, of the devices of all processes.
     task = TASKS[config.kind]
+    if not config.steps:
+        raise InputError(
+            "steps must be at least 1 for a run that trains; got steps=0. To import a pretrained "
+            "model alone, use python -m trainer.pretrained FOLDER."
+        )
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens

@@ -16,10 +16,10 @@ from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config, peft_tensors
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.defaults import pretrained as config_of
-from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.parallel.partition import path_name
+from trainer.pretrained import import_pretrained
 from trainer.tasks import load_train_config
 from trainer.weights.adapters import write_merged
 from trainer.weights.places import by_tensor

@@ -225,18 +225,10 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "encoded" / "encoded.json").write_text("{}")
     line = {"file": "kite.safetensors", "size": [21, 60, 104], "tokens": 3, "caption": "a kite"}
     (tmp_path / "encoded" / "clips-0-of-1.jsonl").write_text(json.dumps(line))
-    for name in (
-        "gpt_tiny",
-        "mine",
-        "qwen3",
-        "adapted",
-        "copy",
-        "Qwen3-8B",
-        "dit_digits",
-        "dit_video",
-        "wan",
-    ):
-        recipe = {"wan": "wan_1_3b"}.get(name, name if name in RECIPES else "gpt_tiny")
+    made = "gpt_tiny mine qwen3 adapted copy Qwen3-8B dit_digits dit_video wan plain"
+    for name in made.split():
+        recipe = name if name in RECIPES else "gpt_tiny"
+        recipe = "wan_1_3b" if name in ("wan", "plain") else recipe
         (tmp_path / "runs" / name).mkdir(parents=True)
         save_config(RECIPES[recipe](), tmp_path / "runs" / name / "config.json")
         (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "train_loss": 5.0}\n')

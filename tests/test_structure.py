@@ -44,7 +44,7 @@ LAYERS = (
     {"trainer.command_line", "trainer.loop", "trainer.session"},
     {"trainer.gpt", "trainer.dit"},
     {"trainer.tasks"},
-    {"configs"},
+    {"configs", "trainer.pretrained"},
     {"train", "sample"},
     {"tests.faults"},
     {"benchmarks", "examples"},

@@ -574,7 +574,7 @@ class TrainConfig:
     @property
     def least_steps(self) -> int:
         """The smallest number of steps: 0 for a run that may hold only its initial weights."""
-        return 1
+        return 1 if getattr(self, "init_from", None) is None else 0
 
     @property
     def idle_settings(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ FLAGS = (
 _BEGINNING = "import ctypes, runpy; ctypes.CDLL(None).prctl(1, 9); "
 _MODULE = "runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
 TRAIN = _MODULE.format("train")
-IMPORT = _MODULE.format("trainer.gpt.pretrained")
+IMPORT = _MODULE.format("trainer.pretrained")
 """The command that imports a pretrained model, as Python; `TRAIN` is train.py."""
 
 

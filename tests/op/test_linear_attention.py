@@ -59,10 +59,7 @@ def computed(attention, arrays, ids=None, *, has_state=True):
     def loss(*args):
         *tokens, state = args
         out, last = attention(
-            *tokens,
-            segment_ids=ids,
-            initial_state=state if has_state else None,
-            return_state=True,
+            *tokens, segment_ids=ids, initial_state=state if has_state else None, return_state=True
         )
         return (out * dout).sum() + (last * dlast).sum(), (out, last)
 
@@ -374,11 +371,7 @@ def test_convolution_is_exact(width, has_first, degrees, layout, shape):
     def both(x, kernel, first, ids):
         def loss(x, kernel, first):
             out, last = attention.causal_conv(
-                x,
-                kernel,
-                segment_ids=ids,
-                initial=first if has_first else None,
-                return_last=True,
+                x, kernel, segment_ids=ids, initial=first if has_first else None, return_last=True
             )
             return (out * dout).sum() + (last * last_cotangent).sum(), (out, last)
 
@@ -452,10 +445,7 @@ def test_bytes_are_those_of_compiled_programs(rule, layout, devices, with_states
     sizes = dict(batch=2, heads=4, key_dim=6, value_dim=5)
     packed = rule != "kda"
     cost = attention.communication(
-        **sizes,
-        packed=packed,
-        initial_state=with_states,
-        return_state=with_states,
+        **sizes, packed=packed, initial_state=with_states, return_state=with_states
     )
     for tokens in (1, 3):
         arrays = inputs(rule, tokens * 2 * devices)
@@ -474,10 +464,7 @@ def test_bytes_are_those_of_compiled_programs(rule, layout, devices, with_states
             return (out * dout).sum() + (last * dlast).sum(), found
 
         grad = jax.grad(loss, tuple(range(5 + with_states)), has_aux=True)
-        for function, traffic in (
-            (lambda *args: loss(*args)[1], cost.forward),
-            (grad, cost.total),
-        ):
+        for function, traffic in ((lambda *args: loss(*args)[1], cost.forward), (grad, cost.total)):
             shardings = jax.NamedSharding(attention.mesh, attention.sequence_spec)
             put = [jax.device_put(x, shardings) for x in given]
             text = jax.jit(function).lower(*put, state).compile().as_text()

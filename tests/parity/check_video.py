@@ -154,6 +154,17 @@ def check(folder, videos, kind):
         run(*sample, "--prompt", "a red video", fails="--image")
     run(*sample, "--prompt", "a red video", *image, "--samples", 2, "--out", folder / "of_text")
     run(*sample)
+    # The model as it is, without encoded videos, in a size of the moment.
+    imported = folder / "imported"
+    flags = ["--size", 2, 4, 4, "--devices", 2, "--run-dir", imported]
+    run("-m", "trainer.pretrained", folder / "Tiny-Diffusers", *flags)
+    sample[1] = imported
+    run(*sample[:-2], fails="no --decode FOLDER")
+    if kind == "text":
+        run(*sample, fails="got no --prompt")
+    run(*sample, "--prompt", "a dark video", *image, "--size", "3x4x8")
+    shape = Shape((9,), ((32, 64),), 16.0)
+    assert read_video(imported / "samples" / "0.mp4", shape).shape == (9, 32, 64, 3)
     for name, count in (("of_files", 2), ("of_text", 2), ("run/samples", 1)):
         found = sorted(x.name for x in (folder / name).iterdir())
         assert found == [*(f"{i}.mp4" for i in range(count)), "sheet.png"], found

@@ -26,11 +26,11 @@ from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import ExpertsConfig, RopeConfig
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config
-from trainer.gpt.pretrained.__main__ import read_command_line as read_import
-from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.parallel import step_sizes
 from trainer.parallel.state import bytes_of_device, describe_state
+from trainer.pretrained import import_pretrained
+from trainer.pretrained import read_command_line as read_import
 from trainer.tasks import load_train_config
 from trainer.weights.adapters import restore_model
 

@@ -33,16 +33,16 @@ from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids
-from trainer.gpt.pretrained.__main__ import read_command_line as read_import
 from trainer.gpt.pretrained.config_json import describe, read_description
 from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families import family_of, plain, to_values
-from trainer.gpt.pretrained.importing import import_pretrained
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import Partition, path_name
+from trainer.pretrained import import_pretrained
+from trainer.pretrained import read_command_line as read_import
 from trainer.run.settings import result_flags, save_config
 from trainer.sums import SUMS_FILE
 from trainer.tasks import TASKS, load_train_config
@@ -803,7 +803,7 @@ def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path):
 
 def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, capsys):
     config = make_config(model, steps=0, devices=1, run_dir=tmp_path / "run")
-    with refused(InputError, "trainer.gpt.pretrained"):
+    with refused(InputError, "trainer.pretrained"):
         train.train(config)
     assert not (tmp_path / "run").exists()
     with refused(InputError, steps=9):
@@ -813,7 +813,7 @@ def test_no_steps_are_an_import_which_is_a_command_of_its_own(model, tmp_path, c
     assert "folder of a model; got '--devices'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"^$"):
         read_import(["--help"])
-    assert "python -m trainer.gpt.pretrained Qwen3-8B" in capsys.readouterr().out
+    assert "python -m trainer.pretrained Qwen3-8B" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         train.read_command_line(["gpt_tiny", "--steps", "0"])
     assert "steps must be at least 1" in capsys.readouterr().err.replace("\n", " ")

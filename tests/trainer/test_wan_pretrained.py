@@ -15,15 +15,15 @@ from programs import make_program, make_wan_config
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from train import read_command_line
-from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
-from trainer.config import LoraConfig
+from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.config import LoraConfig, MeshConfig
 from trainer.dit.export import main as export
 from trainer.dit.wan.config import FlowConfig
 from trainer.dit.wan.config_json import DEFAULTS, model_of, read_config, to_values
 from trainer.dit.wan.export import LORA_FILE, export_wan
 from trainer.dit.wan.pretrained import open_wan
 from trainer.parallel.state import TrainState, initial_state
-from trainer.run.settings import save_config
+from trainer.pretrained import import_pretrained
 
 REFERENCES = Path(__file__).parents[1] / "parity" / "wan"
 CASES = sorted(path.name for path in REFERENCES.iterdir())
@@ -32,35 +32,19 @@ TENSORS = "diffusion_pytorch_model.safetensors"
 
 def make_config(folder, run_dir, **changes):
     model = dataclasses.replace(read_config(folder), dtype="float32", text_tokens=4)
+    changes = dict(devices=1, steps=0) | changes
     return dataclasses.replace(
         make_wan_config(size=(2, 4, 4)), model=model, init_from=folder, run_dir=run_dir, **changes
     )
 
 
-def save_run(config, degrees=None):
-    """A run that begins with the weights of a folder, and has done nothing."""
-    run_dir = config.run_dir
-    run_dir.mkdir()
-    program = make_program(config, degrees or st.Degrees())
-    with open_wan(config, program.state_shapes.base) as initial:
-        weights = initial.read(program.state_shapes.base)
-        initial.keep(run_dir)
-    state = program.begin_with(weights)
-    if state.frozen is not None:
-        save_frozen(run_dir / "frozen", program.state_shapes.frozen, state.frozen, note=print)
-    with Checkpoints(run_dir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(1, state.changing, {})
-    save_config(config, run_dir / "config.json")
-    return program, state
-
-
 @pytest.mark.slow_except_every(3)
-@pytest.mark.parametrize("degrees", [st.Degrees(), st.Degrees(tensor=2, ring=4)], ids=str)
+@pytest.mark.parametrize("mesh", [{}, dict(devices=8, mesh=MeshConfig(tensor=2, ring=4))])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_read_is_written_bit_for_bit(name, degrees, tmp_path):
+def test_what_is_imported_is_exported_bit_for_bit(name, mesh, tmp_path):
     folder = REFERENCES / name
-    config = make_config(folder, tmp_path / "run", zero=3)
-    save_run(config, degrees)
+    config = make_config(folder, tmp_path / "run", **mesh)
+    import_pretrained(config)
     export([str(config.run_dir), str(tmp_path / "out")])
     one, other = (load_file(x / TENSORS) for x in (folder, tmp_path / "out"))
     assert one.keys() == other.keys()
@@ -83,7 +67,7 @@ def test_tensors_keep_their_types(tmp_path):
     }
     save_file(tensors, folder / TENSORS)
     config = make_config(folder.parent, tmp_path / "run")
-    save_run(config)
+    import_pretrained(config)
     export_wan(config.run_dir, config, tmp_path / "out", shard_bytes=4000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
@@ -99,11 +83,11 @@ def test_adapters_are_exported_alone_or_merged(tmp_path):
     targets = ("query", "out", "up", "down")
     lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
     config = make_config(REFERENCES / "t2v", tmp_path / "run", lora=lora)
-    _, state = save_run(config, st.Degrees(tensor=2))
+    import_pretrained(config)
     rng = np.random.default_rng(0)
     weights = jax.tree.map(
         lambda x: jax.device_put(rng.normal(size=x.shape).astype(np.float32), x.sharding),
-        state.weights,
+        make_program(config, st.Degrees(tensor=2)).state_shapes.weights,
     )
     shutil.rmtree(config.run_dir / "checkpoints")
     with Checkpoints(config.run_dir / "checkpoints", keep=1) as checkpoints:
@@ -176,8 +160,10 @@ def test_two_models_have_their_own_times(name, index, expected, tmp_path):
 
 
 def test_state_begins_with_the_weights_and_their_average(tmp_path):
-    config = make_config(REFERENCES / "t2v", tmp_path / "run", ema_decay=0.9)
-    program, state = save_run(config)
+    config = make_config(REFERENCES / "t2v", tmp_path / "run", ema_decay=0.9, steps=1)
+    program = make_program(config, st.Degrees())
+    with open_wan(config, program.state_shapes.base) as initial:
+        state = program.begin_with(initial.read(program.state_shapes.base))
     again = initial_state(config, program.optimizer, state.weights)
     for x, y in zip(*map(jax.tree.leaves, (state, again)), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -240,6 +226,6 @@ def test_folder_that_is_not_that_of_the_model_is_refused(damage, flags, words, t
 
 def test_there_must_be_adapters_to_merge(tmp_path):
     config = make_config(REFERENCES / "t2v", tmp_path / "run")
-    save_run(config)
+    import_pretrained(config)
     with refused(InputError, "--merge"):
         export_wan(config.run_dir, config, tmp_path / "out", merge=True)

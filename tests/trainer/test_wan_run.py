@@ -13,7 +13,7 @@ import sample
 import startrail_jax as st
 import train
 from configs.wan import dit_video
-from programs import interrupt_after, make_program, save_run
+from programs import interrupt_after, make_program, make_wan_config, save_run
 from refusals import message_of_sample, refused, usage_error
 from startrail_jax.errors import InputError
 from trainer.dit.diffusion import draw_times, shifted
@@ -111,6 +111,13 @@ def clips(tmp_path_factory):
     )
     write_folder(folder / "encoded", config, image_dim=7, caption="a cat")
     return new_run(config)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run on latents that has no encoded videos, as one that was imported."""
+    run_dir = tmp_path_factory.mktemp("plain") / "run"
+    return new_run(make_wan_config(size=(2, 4, 4), run_dir=run_dir, **RUN))
 
 
 RANGES = ((0.875, 1.0), (0.0, 0.875), (0.0, 0.5), (0.0, 0.875), (0.0, 0.875))
@@ -220,6 +227,7 @@ def test_models_that_draw_no_video_together(halves, capsys, flags, words):
         ("digits", ["--prompt", "seven fast"], "got 'fast'"),
         ("digits", ["--prompt-embeddings", "a"], "--prompt 'seven left'"),
         ("digits", ["--decode", "."], "moving digits, whose videos are pixels"),
+        ("plain", [], "needs the text encoder of its model; got no --decode FOLDER"),
     ],
 )
 def test_wishes_that_a_run_cannot_serve(run, flags, words, request):

@@ -603,10 +603,6 @@ class GPTTrainConfig(TrainConfig):
         return self.lora.rank is not None
 
     @property
-    def least_steps(self) -> int:
-        return 1 if self.init_from is None else 0
-
-    @property
     def idle_settings(self) -> tuple[str, ...]:
         return ("model.rope.stretches",) if self.model.rope.scaling == "none" else ()
 

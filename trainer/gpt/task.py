@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset
 from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.pretrained.defaults import (
@@ -139,11 +138,6 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.checkpoints.reading import newest_first
         from trainer.gpt.pretrained.initial import open_pretrained
 
-        if not config.steps:
-            raise InputError(
-                "steps must be at least 1 for a run that trains; got steps=0. To import the model "
-                f"alone, use python -m trainer.gpt.pretrained {config.init_from}."
-            )
         if config.init_from is None or any(newest_first(config.run_dir / CHECKPOINTS_FOLDER)):
             return nullcontext()
         return open_pretrained(config, weights)

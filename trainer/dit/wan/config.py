@@ -107,11 +107,7 @@ class ClipConfig:
         fraction = self.validation_fraction
         check_range("data.validation_fraction", fraction, "above 0 and below 1", "Use 0.1.")
         for size in self.sizes:
-            if not re.fullmatch("[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){2}", size):
-                raise InputError(
-                    "data.sizes must be FRAMESxHEIGHTxWIDTH, three numbers from 1 to 999999; got "
-                    f"{size!r}. Write them as 21x60x104."
-                )
+            read_size(size)
         if self.sizes and self.path is None:
             raise InputError(
                 f"data.sizes needs a folder of encoded videos; got sizes={self.sizes} without "
@@ -167,6 +163,11 @@ class WanTrainConfig(DenoiserTrainConfig):
         """All sizes: `size`, and those of `data.sizes`."""
         return (self.size, *map(read_size, self.data.sizes))
 
+    @property
+    def is_of_digits(self) -> bool:
+        """Whether videos are moving digits, of pixels; others are latents."""
+        return self.data.path is None and self.model.channels == 1
+
     def of_size(self, size: tuple[int, int, int]) -> WanTrainConfig:
         """The same with one size."""
         return replace(self, size=size, data=replace(self.data, sizes=()))
@@ -176,8 +177,13 @@ class WanTrainConfig(DenoiserTrainConfig):
         return self.lora.rank is not None
 
 
-def read_size(size: str) -> tuple[int, int, int]:
+def read_size(size: str, name: str = "data.sizes") -> tuple[int, int, int]:
     """Frames, height and width of 21x60x104."""
+    if not re.fullmatch("[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){2}", size):
+        raise InputError(
+            f"{name} must be FRAMESxHEIGHTxWIDTH, three numbers from 1 to 999999; got {size!r}. "
+            "Write them as 21x60x104."
+        )
     frames, height, width = map(int, size.split("x"))
     return frames, height, width
 
@@ -208,8 +214,8 @@ class VideoOptions(SampleOptions):
     rate: int = 16
     """Frames in a second of mp4 files."""
     size: str | None = None
-    """Size to draw, as FRAMESxHEIGHTxWIDTH, of those that the run trains on. The default is the
-    largest."""
+    """Size to draw, as FRAMESxHEIGHTxWIDTH, of those that the run trains on, or any one of a model
+    that was imported. The default is the largest."""
     samples: int = 1
     """Number of videos for each caption."""
     sampler: Literal["unipc", "euler"] = "unipc"

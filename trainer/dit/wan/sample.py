@@ -20,7 +20,7 @@ from trainer.dit.flow_steps import euler, unipc
 from trainer.dit.sample import file_to_write, program_to_draw, save_new
 from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.clips import open_clips, read_empty, read_tensors, tensors_of
-from trainer.dit.wan.config import VideoOptions, WanTrainConfig, name_of
+from trainer.dit.wan.config import VideoOptions, WanTrainConfig, name_of, read_size
 from trainer.dit.wan.digits import embedded
 from trainer.dit.wan.objective import VideoFlow
 from trainer.dit.wan.pipelines import TorchModels
@@ -53,9 +53,8 @@ def sample_videos(
     """Draws videos with the model of a run, and writes all of them to one file, a new one."""
     run, config = config, _of_size(config, options)
     models = _models(run_dir, run, options)
-    is_digits = config.data.path is None
     suffixes, what = (".npz",), "latents, which are no pixels"
-    if is_digits:
+    if config.is_of_digits:
         suffixes, what = (".png", ".npz"), "digits"
     elif options.decode is not None:
         suffixes, what = ("",), "a folder"
@@ -121,7 +120,7 @@ def _guidance(config: WanTrainConfig, wanted: float | None, flag: str) -> float:
     dropout = config.diffusion.dropout
     has_learnt = dropout or config.init_from
     if wanted is None:
-        default = GUIDANCE if config.data.path else GUIDANCE_OF_DIGITS
+        default = GUIDANCE_OF_DIGITS if config.is_of_digits else GUIDANCE
         return default if has_learnt else 1.0
     if wanted != 1 and not has_learnt:
         raise InputError(
@@ -186,14 +185,20 @@ def _write_videos(
 
 def _torch_models(config: WanTrainConfig, options: VideoOptions) -> TorchModels | None:
     """VAE and encoders, if they are wanted."""
+    has_videos = config.data.path is not None
     if options.decode is None:
+        if not has_videos and not config.is_of_digits:
+            raise InputError(
+                "A run without encoded videos needs the text encoder of its model; got no --decode "
+                "FOLDER. Add it."
+            )
         return None
-    if config.data.path is None:
+    if config.is_of_digits:
         raise InputError(
             "--decode is for latents; got a run on moving digits, whose videos are pixels. Leave "
             "it out."
         )
-    texts = options.prompt is not None or options.image is not None
+    texts = not has_videos or options.prompt is not None or options.image is not None
     models = TorchModels(options.decode, texts=texts, device=options.decode_device)
     if models.channels != config.model.channels:
         raise InputError(
@@ -207,6 +212,8 @@ def _torch_models(config: WanTrainConfig, options: VideoOptions) -> TorchModels 
 def _of_size(config: WanTrainConfig, options: VideoOptions) -> WanTrainConfig:
     """The config of the size to draw."""
     sizes = {name_of(size): size for size in config.sizes}
+    if options.size is not None and not config.steps:
+        sizes[options.size] = read_size(options.size, "--size")
     if options.size is not None and options.size not in sizes:
         raise InputError(
             "--size must be one that the run trains on, as FRAMESxHEIGHTxWIDTH; got "
@@ -224,7 +231,7 @@ def _wishes(
     """What is drawn, by its name, and the text of nothing. The latent of a clip is that of the
     first frame, if the model begins with one."""
     files, prompts, text_dim = options.prompt_embeddings, options.prompt, config.model.text_dim
-    if config.data.path is None:
+    if config.is_of_digits:
         if files:
             raise InputError(
                 "A model of moving digits draws captions; got --prompt-embeddings. Use --prompt, "
@@ -234,7 +241,11 @@ def _wishes(
         captions = prompts or CAPTIONS
         found = [(x, Clip(latent, embedded(x, text_dim))) for x in captions]
         return found, embedded("", text_dim)
-    empty = read_empty(config.data.path)
+    if config.data.path is not None:
+        empty = read_empty(config.data.path)
+    else:
+        assert torch_models is not None, "without videos it is there"
+        empty = torch_models.text("", most=config.model.text_tokens)
     if prompts is not None:
         if torch_models is None:
             raise InputError(
@@ -247,6 +258,10 @@ def _wishes(
         return [(x, Clip(text=text, **first)) for x, text in pairs], empty
     if files:
         return [(str(path), _clip_of(path, config)) for path in files], empty
+    if config.data.path is None:
+        raise InputError(
+            "A run without encoded videos has no captions; got no --prompt. Add --prompt 'a kite'."
+        )
     held_out: Any = open_clips(run, list).held_out
     for index, number in enumerate(held_out.numbers):
         line = held_out.source.lines[number]
