@@ -76,13 +76,14 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.run.settings import CHECKPOINTS_FOLDER
     from trainer.session import joined
 
-    # Mesh, of the devices of all processes.
-    task = TASKS[config.kind]
     if not config.steps:
         raise InputError(
             "steps must be at least 1 for a run that trains; got steps=0. To import a pretrained "
             "model alone, use python -m trainer.pretrained FOLDER."
         )
+
+    # Mesh, of the devices of all processes.
+    task = TASKS[config.kind]
     kind = f"a config of kind {config.kind}"
     options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens

@@ -525,7 +525,8 @@ class TrainConfig:
                 raise InputError(
                     "mirror copies the checkpoints of a run that trains; got steps=0. Leave it out."
                 )
-        check_minimum("steps", self.steps, self.least_steps)
+        # Without steps, a run holds the weights of a pretrained model alone.
+        check_minimum("steps", self.steps, 1 if getattr(self, "init_from", None) is None else 0)
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise InputError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
@@ -570,11 +571,6 @@ class TrainConfig:
                     "profile must be a first and a last step of the run; got "
                     f"profile={self.profile}, steps={self.steps}. Use, say, --profile 10 12."
                 )
-
-    @property
-    def least_steps(self) -> int:
-        """The smallest number of steps: 0 for a run that may hold only its initial weights."""
-        return 1 if getattr(self, "init_from", None) is None else 0
 
     @property
     def idle_settings(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
     return parse_run(task, flags, default=default, prog=prog, description=__doc__)
 
 
-def import_pretrained(config: Any, distributed: Distributed | None = None) -> None:
+def import_pretrained(config: TrainConfig, distributed: Distributed | None = None) -> None:
     """Imports the pretrained model of a config, which has no steps; mesh and devices may be any.
     The `distributed` processes share the work; only this process by default."""
     from trainer.run.metrics import Reporter
@@ -64,7 +64,7 @@ def import_pretrained(config: Any, distributed: Distributed | None = None) -> No
         _import_weights(config, session, report)
 
 
-def _import_weights(config: Any, session: Any, report: Any) -> None:
+def _import_weights(config: TrainConfig, session: Any, report: Any) -> None:
     """Makes a run folder whose checkpoint, of step 0, holds the weights of a pretrained model. They
     are split over all devices, whatever `config.zero` says, without an optimizer: the checkpoint
     does not depend on that."""
