@@ -41,7 +41,7 @@ def dit_1b() -> DiTTrainConfig:
             dtype="bfloat16",
         ),
         diffusion=DiffusionConfig(times="logit_normal"),
-        optimizer=OptimizerConfig(learning_rate=1e-4, final_learning_rate=1e-5, weight_decay=0.0),
+        optimizer=OptimizerConfig(learning_rate=1e-4, final_share=0.1, weight_decay=0.0),
         steps=100_000,
         batch_size=1,
         size=(32, 256, 256),

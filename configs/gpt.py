@@ -221,7 +221,7 @@ def _long_context(name: str, like: GPTConfig | None = None, **sizes: Any) -> GPT
     )
     return GPTTrainConfig(
         model=replace(like, **sizes) if like else GPTConfig(**usual | sizes),
-        optimizer=OptimizerConfig(learning_rate=3e-4, final_learning_rate=3e-5),
+        optimizer=OptimizerConfig(learning_rate=3e-4, final_share=0.1),
         data=DataConfig(mask_documents=False),
         steps=10_000,
         batch_size=1,

@@ -56,7 +56,7 @@ def _wan(*, lines: int, shift: float, name: str, **sizes: Any) -> WanTrainConfig
         model=WanConfig(**sizes, dtype="bfloat16"),
         diffusion=FlowConfig(shift=shift),
         optimizer=OptimizerConfig(
-            learning_rate=1e-5, final_learning_rate=1e-5, weight_decay=0.01, beta2=0.999
+            learning_rate=1e-5, final_share=1.0, weight_decay=0.01, beta2=0.999
         ),
         steps=10_000,
         batch_size=8,

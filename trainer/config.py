@@ -178,8 +178,8 @@ class OptimizerConfig:
     falls linearly."""
     learning_rate: float
     """Peak learning rate."""
-    final_learning_rate: float = 0.0
-    """Learning rate after the last step."""
+    final_share: float = 0.0
+    """Learning rate after the last step, as a share of the peak; 1 keeps it constant."""
     warmup_fraction: float = 0.05
     """Fraction of the steps during which the learning rate rises from 0 to its peak."""
     decay_fraction: float | None = None
@@ -200,7 +200,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_norm"):
             check_range(f"optimizer.{name}", getattr(self, name), "above 0 and finite")
-        for name in ("final_learning_rate", "weight_decay"):
+        for name in ("final_share", "weight_decay"):
             check_minimum(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("warmup_fraction", "beta1", "beta2", "momentum", "decay_fraction"):
             check_range(f"optimizer.{name}", getattr(self, name), "at least 0 and below 1")
@@ -218,6 +218,18 @@ class OptimizerConfig:
                 f"together; got warmup_fraction={self.warmup_fraction}, "
                 f"decay_fraction={self.decay_of_wsd}. Use a smaller one."
             )
+
+    @staticmethod
+    def of_older_file(values: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a config.json whose final learning rate was a number of its own."""
+        if type(values.get("final_learning_rate")) not in (int, float):
+            return values
+        peak, final = values.get("learning_rate"), values["final_learning_rate"]
+        if type(peak) not in (int, float) or not peak:
+            return values
+        others = {name: x for name, x in values.items() if name != "final_learning_rate"}
+        # 3e-5 of 3e-4 is 0.1, and not the 0.09999999999999999 of binary digits.
+        return {**others, "final_share": float(f"{final / peak:.12g}")}
 
     def for_adapters(self) -> OptimizerConfig:
         """The same with the learning rate of adapters, which begin at zero, and need larger steps

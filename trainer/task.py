@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -53,6 +53,14 @@ class InitialWeights(ABC):
     @abstractmethod
     def keep(self, run_dir: Path) -> None:
         """Copies into the folder of a run what belongs to the weights, such as a tokenizer."""
+
+
+def with_rate_of_adapters(config: Any, flag: Callable[[str], str | None]) -> Any:
+    """A config with the learning rate of adapters, if a flag adds some to a model without any.
+    Arguments as in `Task.before_flags`."""
+    if config.lora.rank is None and flag("--lora.rank") not in (None, "None"):
+        return replace(config, optimizer=config.optimizer.for_adapters())
+    return config
 
 
 Config = TypeVar("Config", bound=TrainConfig)

@@ -17,6 +17,8 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from train import read_command_line
+from trainer import pretrained
+from trainer.config import LoraConfig
 from trainer.data import slices
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.chat.corpus import open_examples
@@ -28,6 +30,7 @@ from trainer.gpt.task import GPTTask
 from trainer.gpt.text import encode_prompt, open_tokenizer
 from trainer.gpt.tokenize import main as tokenize
 from trainer.gpt.tokenizer import beginning_of
+from trainer.run.settings import save_config
 
 NATURAL = Layout("contiguous", 1)
 BEGIN, END, OTHER, WORD = range(4)
@@ -299,5 +302,16 @@ def test_adapters_of_a_pretrained_model_learn_faster_by_default(flags, rate, tmp
     shutil.copyfile(REFERENCES / "llama" / "config.json", tmp_path / "config.json")
     # Of tokens, which need no tokenizer.
     np.save(tmp_path / "data.npy", np.zeros(9, np.int32))
-    words = ["--init-from", str(tmp_path), "--data.path", str(tmp_path / "data.npy")]
-    assert read_command_line([*flags.split(), *words]).settings.optimizer.learning_rate == rate
+    data = ["--data.path", str(tmp_path / "data.npy")]
+    words = [*flags.split(), "--init-from", str(tmp_path), *data]
+    assert read_command_line(words).settings.optimizer.learning_rate == rate
+    if not flags.startswith("gpt_tiny"):  # An imported model has the same default.
+        imported = pretrained.read_command_line([str(tmp_path), *data]).settings
+        save_config(imported, tmp_path / "run.json")
+        words = [str(tmp_path / "run.json"), "--steps", "9", *flags.split()]
+        assert read_command_line(words).settings.optimizer.learning_rate == rate
+        # Adapters that a run has already keep the rate of that run.
+        adapted = dataclasses.replace(imported, lora=LoraConfig(rank=4))
+        save_config(adapted, tmp_path / "run.json")
+        words = [str(tmp_path / "run.json"), "--steps", "9", "--lora.rank", "4"]
+        assert read_command_line(words).settings.optimizer.learning_rate == 1e-5

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
+from configs import RECIPES
 from programs import SMALL, make_config, make_program, train_steps
+from train import read_command_line
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
@@ -149,11 +151,22 @@ def test_losses_with_muon_do_not_depend_on_the_mesh(degrees, changes, one_device
 
 
 def test_wsd_rises_stays_and_falls():
-    config = dataclasses.replace(RATE, final_learning_rate=0.1)
+    config = dataclasses.replace(RATE, final_share=0.1)
     rates = np.array([float(learning_rate(config, 20)(count)) for count in range(20)])
     assert rates[0] == 1  # 5 % of 20 steps are one step.
     np.testing.assert_allclose(rates[:16], 1)
     np.testing.assert_allclose(rates[15:], np.linspace(1, 0.1, 6)[:5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_learning_rate_of_a_flag_ends_at_the_share_of_the_recipe(recipe):
+    flags = [recipe, "--optimizer.learning-rate", "2e-6"]
+    changed = read_command_line(flags).settings.optimizer
+    rates = [float(learning_rate(changed, 1000)(count)) for count in range(1000)]
+    assert max(rates) == pytest.approx(2e-6)
+    own = RECIPES[recipe]().optimizer
+    last = float(learning_rate(own, 1000)(999)) / own.learning_rate
+    assert rates[-1] / 2e-6 == pytest.approx(last)
 
 
 def test_wsd_may_have_neither_warm_up_nor_end():

@@ -118,6 +118,20 @@ def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
     assert load_config(GPTTrainConfig, path) == config
 
 
+@pytest.mark.parametrize(
+    ("peak", "final", "share"), [(3e-4, 3e-5, 0.1), (2e-6, 1e-5, 5), (1, 0, 0)]
+)
+def test_final_learning_rate_of_an_older_file_is_a_share(config, tmp_path, peak, final, share):
+    path = tmp_path / "config.json"
+    rates = {"learning_rate": peak, "final_learning_rate": final}
+    save_config(config, path)
+    values = json.loads(path.read_text())
+    change(values, {"optimizer": {"final_share": None} | rates})
+    path.write_text(json.dumps(values))
+    optimizer = replace(config.optimizer, learning_rate=peak, final_share=share)
+    assert load_config(GPTTrainConfig, path) == replace(config, optimizer=optimizer)
+
+
 def test_config_is_on_the_disk_before_it_takes_its_place(config, tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file)))

@@ -22,7 +22,7 @@ from trainer.gpt.pretrained.defaults import (
     with_vocabulary,
 )
 from trainer.run.settings import CHECKPOINTS_FOLDER
-from trainer.task import InitialWeights, Task
+from trainer.task import InitialWeights, Task, with_rate_of_adapters
 
 
 class GPTTask(Task[GPTTrainConfig, TextOptions]):
@@ -44,9 +44,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         folder = flag("--init-from")
         if folder is not None:
             config = with_model_of(Path(folder), config)
-        if folder is not None and flag("--lora.rank") not in (None, "None"):
-            config = replace(config, optimizer=config.optimizer.for_adapters())
-        return config
+        return with_rate_of_adapters(config, flag)
 
     def after_flags(
         self, config: GPTTrainConfig, flag: Callable[[str], str | None]

@@ -36,7 +36,8 @@ NOT_DECAYED = ("scale", "_bias", "sinks", "decay_rate")
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate by the number of earlier updates; not 0 in the first update or the last."""
-    peak, final = config.learning_rate, config.final_learning_rate
+    peak = config.learning_rate
+    final = peak * config.final_share
     warmup = min(round(config.warmup_fraction * steps), steps - 1)
     if config.schedule == "cosine":
         schedule = optax.warmup_cosine_decay_schedule(

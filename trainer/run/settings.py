@@ -243,6 +243,8 @@ def _is_word(value: Any, literal: Any) -> bool:
 
 def _decode_dataclass(config_type: Any, values: dict[str, Any], name: str) -> Any:
     prefix = f"{name}." if name else ""
+    if hasattr(config_type, "of_older_file"):
+        values = config_type.of_older_file(values)
     fields = {field.name: field for field in dataclasses.fields(config_type)}
     for key in values:
         if key not in fields:

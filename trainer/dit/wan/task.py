@@ -14,7 +14,7 @@ from trainer.data.dataset import Dataset
 from trainer.dit.wan.config import FlowConfig, VideoOptions, WanTrainConfig, name_of
 from trainer.dit.wan.config_json import folder_of, is_of_diffusers, range_of, read_config
 from trainer.run.settings import CHECKPOINTS_FOLDER
-from trainer.task import InitialWeights, Task
+from trainer.task import InitialWeights, Task, with_rate_of_adapters
 
 
 class WanTask(Task[WanTrainConfig, VideoOptions]):
@@ -30,7 +30,7 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
             model=read_config(folder),
             diffusion=FlowConfig(shift=3.0, range=range_of(folder)),
             optimizer=OptimizerConfig(
-                learning_rate=1e-5, final_learning_rate=1e-5, weight_decay=0.01, beta2=0.999
+                learning_rate=1e-5, final_share=1.0, weight_decay=0.01, beta2=0.999
             ),
             init_from=folder,
             steps=1000,
@@ -46,8 +46,7 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
         pretrained = flag("--init-from")
         if pretrained is not None:
             config = with_model_of(Path(pretrained), config)
-        if flag("--lora.rank") not in (None, "None"):
-            config = replace(config, optimizer=config.optimizer.for_adapters())
+        config = with_rate_of_adapters(config, flag)
         folder = flag("--data.path")
         if folder is None or config.data.path is not None or not Path(folder).is_dir():
             return config
