@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from flax.traverse_util import unflatten_dict
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -29,13 +30,21 @@ from trainer import durable
 from trainer.checkpoints.checksums import Checksums
 from trainer.checkpoints.reading import CheckpointError
 from trainer.config import LoraConfig
+from trainer.data.opening import read_object
 from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids
-from trainer.gpt.pretrained.config_json import describe, read_description
+from trainer.gpt.pretrained.config_json import (
+    NAMES,
+    ONLY,
+    READ,
+    describe,
+    read_description,
+    text_values,
+)
 from trainer.gpt.pretrained.defaults import with_tokenizer
-from trainer.gpt.pretrained.families import family_of, plain, to_values
+from trainer.gpt.pretrained.families import FAMILIES, family_of, plain, to_values
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.sample import tokenizer_of_run
@@ -284,7 +293,7 @@ WRONG = [
         *(dict(rms_norm_eps="x"), dict(tie_word_embeddings=1), dict(rope_parameters=[1])),
         *(dict(num_attention_heads=0), *(dict(num_hidden_layers=x) for x in (10**6, 2**31 - 1))),
         *(SMOLLM3 | dict(no_rope_layers=x) for x in (5, [1, None])),
-        *(QWEN2 | dict(layer_types=LAYERS["f"]), QWEN2 | dict(head_dim=None)),
+        *(QWEN2 | dict(layer_types=LAYERS["f"]), QWEN2 | dict(head_dim=0)),
         SMOLLM3 | dict(no_rope_layer_interval=0),
     ),
     (dict(vocab_size="48"), "'48'"),
@@ -303,6 +312,23 @@ WRONG = [
 def test_config_that_is_wrong_or_not_supported_is_refused(error, values, named):
     with refused(error, named):
         describe(KNOWN | values, "config.json")
+
+
+@pytest.mark.parametrize("folder", sorted(x.name for x in REFERENCES.iterdir()))
+def test_null_is_the_default_where_transformers_has_none(folder):
+    values = text_values(read_object(REFERENCES / folder / "config.json"), folder)
+    reader = transformers.CONFIG_MAPPING[values["model_type"]]
+
+    def outcome(values):
+        try:
+            return describe(values, folder)
+        except (InputError, UnsupportedError) as error:
+            return str(error)
+
+    for key in sorted({*READ, *FAMILIES[values["model_type"]].keys, *ONLY} - {*NAMES}):
+        if getattr(reader, key, None) is None:
+            without = {name: x for name, x in values.items() if name != key}
+            assert outcome(without | {key: None}) == outcome(without), key
 
 
 @pytest.mark.parametrize(

@@ -148,13 +148,20 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
 
     family = FAMILIES[kind]
     transformers = load_transformers(f"The {CONFIG} of a pretrained model", name)
+    reader = transformers.CONFIG_MAPPING[kind]
+    # A null says something only where the default is something else, as of a window.
+    values = {
+        key: value
+        for key, value in values.items()
+        if value is not None or getattr(reader, key, None) is not None
+    }
     _check_keys(values, kind, {*transformers.GenerationConfig().to_dict(), *IDLE}, name)
     _check_layer_types(values, kind, name)
     _check_ropes(values, family, name)
     known = {*READ, *family.keys}.difference(NAMES)
     given = {key: copy.deepcopy(value) for key, value in values.items() if key in known}
     try:
-        read: Any = transformers.CONFIG_MAPPING[kind](**given)
+        read: Any = reader(**given)
     except Exception as error:  # Whatever the values make it raise.
         raise InputError(
             f"{name!r} must be a config.json that transformers reads; got "
