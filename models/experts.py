@@ -152,22 +152,24 @@ class Experts(nnx.Module):
                             precision="highest")  # fmt: skip
         if self.router_bias is not None:
             logits = logits + self.router_bias[...][None, None]
-        scores = (
-            jax.nn.softmax(logits) if self.sizes.scores == "softmax" else jax.nn.sigmoid(logits)
-        )
+        if self.sizes.scores == "softmax":
+            scores, logarithms = jax.nn.softmax(logits), logits
+        else:
+            scores, logarithms = jax.nn.sigmoid(logits), jax.nn.log_sigmoid(logits)
         order = logits if self.choice_bias is None else scores + self.choice_bias[...][None, None]
         chosen = lax.top_k(order, self.sizes.top_k)[1]
-        shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.sizes.normalised:
-            shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+            # By their logarithms: all scores of a token may be too small for float32.
+            shares = jax.nn.softmax(jnp.take_along_axis(logarithms, chosen, axis=-1))
+        else:
+            shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if token_weights is None:
             token_weights = jnp.ones(x.shape[:2], jnp.float32)
         counts = jnp.zeros(self.sizes.count).at[chosen].add(token_weights[..., None])
         sums = total(jnp.append(counts, jnp.sum(token_weights)))
         # Tokens of each expert, for each token of the batch.
         load = lax.stop_gradient(sums[:-1] / jnp.maximum(sums[-1], 1e-30))
-        probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        auxiliary = self.sizes.balance_loss * self.sizes.count * (probabilities @ load)
+        auxiliary = self.sizes.balance_loss * self.sizes.count * (jax.nn.softmax(logarithms) @ load)
         if self.sizes.z_loss:
             auxiliary += self.sizes.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
         if self.choice_bias is not None:

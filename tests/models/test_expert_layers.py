@@ -28,7 +28,7 @@ def same(x):
     return x
 
 
-def make_layer(adapters=None, **changes):
+def make_layer(adapters=None, lower=0.0, **changes):
     sizes = ExpertSizes(**SIZES | changes)
     layer = Experts(sizes, width=8, out_gain=1.0, dtype=jnp.float32, rngs=nnx.Rngs(0))
     for base in (layer.expert_gate, layer.expert_up, layer.expert_down) if adapters else ():
@@ -40,6 +40,8 @@ def make_layer(adapters=None, **changes):
     for path, weight in nnx.iter_graph(layer):
         if isinstance(weight, nnx.Param) and any(x in str(path[-1]) for x in ("bias", "lora_b")):
             weight.set_value(jnp.asarray(rng.normal(size=weight.shape), jnp.float32))
+    if layer.router_bias is not None:
+        layer.router_bias[...] -= lower
     return layer
 
 
@@ -88,6 +90,7 @@ def dense(sizes, w, x, token_weights):
         dict(normalised=False, balance_loss=0.1, z_loss=0.01),
         dict(activation="clamped", biases=True, balance_loss=1.0),
         dict(scores="sigmoid", shared_width=10, shared_gate=True),
+        dict(scores="sigmoid", biases=True, lower=120, balance_loss=0.1),
         dict(count=5, top_k=5, shared_width=4),
         dict(count=96, top_k=3),
         dict(adapters=4),
