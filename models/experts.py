@@ -37,6 +37,15 @@ CLAMP, SHARPNESS = 7.0, 1.702
 """Of the clamped activation: the limit of its inputs, and the factor in its sigmoid."""
 
 
+class Balance(NamedTuple):
+    """How the tokens of a layer, or of all layers, are shared by the experts."""
+
+    load: Float32[Array, " experts"]
+    """Tokens of each expert for each token of the batch, over all devices; without gradients."""
+    probability: Float32[Array, " experts"]
+    """The mean probability of each expert over the tokens of this device."""
+
+
 class Route(NamedTuple):
     """Where the tokens of a layer go."""
 
@@ -46,6 +55,8 @@ class Route(NamedTuple):
     """What the output of each is multiplied by."""
     auxiliary: Float32[Array, "B T"]
     """What the layer adds to the loss of each token."""
+    balance: Balance
+    """How its tokens are shared by the experts."""
     busiest: Float32[Array, ""]
     """Tokens of the busiest expert, over the mean of all experts."""
 
@@ -74,6 +85,9 @@ class ExpertSizes:
     """Whether the shares of the chosen experts are divided by their sum."""
     balance_loss: float = 0.0
     """Factor of the balancing loss."""
+    balance_over: Literal["layer", "model"] = "layer"
+    """Whether each layer has a balancing loss, or the model one, from the means of `Route.balance`
+    over its layers, which the caller adds."""
     z_loss: float = 0.0
     """Factor of the mean square of the log-sum-exp of the logits."""
     balanced_by_bias: bool = False
@@ -169,14 +183,19 @@ class Experts(nnx.Module):
         sums = total(jnp.append(counts, jnp.sum(token_weights)))
         # Tokens of each expert, for each token of the batch.
         load = lax.stop_gradient(sums[:-1] / jnp.maximum(sums[-1], 1e-30))
-        auxiliary = self.sizes.balance_loss * self.sizes.count * (jax.nn.softmax(logarithms) @ load)
+        probabilities = jax.nn.softmax(logarithms)
+        of_layer = self.sizes.balance_loss if self.sizes.balance_over == "layer" else 0.0
+        auxiliary = of_layer * self.sizes.count * (probabilities @ load)
+        weight = jnp.maximum(jnp.sum(token_weights), 1e-30)
+        balance = Balance(load, jnp.einsum("bt,bte->e", token_weights, probabilities) / weight)
         if self.sizes.z_loss:
             auxiliary += self.sizes.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
         if self.choice_bias is not None:
             # Adds 0 to the loss, and to the gradient of a bias how much its expert has too much.
             bias = self.choice_bias[...] - lax.stop_gradient(self.choice_bias[...])
             auxiliary += bias @ (load - jnp.mean(load))
-        return Route(chosen, shares, auxiliary, jnp.max(load) * self.sizes.count / self.sizes.top_k)
+        busiest = jnp.max(load) * self.sizes.count / self.sizes.top_k
+        return Route(chosen, shares, auxiliary, balance, busiest)
 
     def __call__(
         self,

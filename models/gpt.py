@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.attention import GPTAttention, Rotation
-from models.experts import Experts, ExpertSizes, Route
+from models.experts import Balance, Experts, ExpertSizes, Route
 from models.gated_delta import GatedDeltaNet, GatedDeltaSizes
 from models.hooks import Hooks
 from models.layers import (
@@ -63,8 +63,27 @@ class Added(NamedTuple):
 
     auxiliary: Float32[Array, "B T"]
     """The sum of the auxiliary losses of all layers, for each token."""
+    balance: Balance
+    """The mean over layers of `Route.balance`."""
     busiest: Float32[Array, ""]
     """The mean over layers of `Route.busiest`."""
+
+    @classmethod
+    def none(cls, x: Float[Array, "B T width"], experts: int) -> Added:
+        """What no layer adds, to which that of each layer is added."""
+        axes = varying_axes(x)
+        auxiliary, probability = (vary(jnp.zeros(y), *axes) for y in (x.shape[:2], experts))
+        return cls(auxiliary, Balance(jnp.zeros(experts), probability), jnp.zeros(()))
+
+    def of_layers(self, count: int, sizes: ExpertSizes) -> Added:
+        """The means of sums over so many layers, with the balancing loss of the model, if it has
+        one: Switch's loss, equation (4), of the means, as in transformers. It is the same number
+        for each token of a device, whose mean probabilities it takes."""
+        load, probability = self.balance.load / count, self.balance.probability / count
+        auxiliary = self.auxiliary
+        if sizes.balance_over == "model":
+            auxiliary += sizes.balance_loss * sizes.count * jnp.dot(load, probability)
+        return Added(auxiliary, Balance(load, probability), self.busiest / count)
 
 
 _OF_EXPERTS = [part for (_, feed_forward), part in PARTS.items() if feed_forward == "experts"]
@@ -222,6 +241,7 @@ class GPT(nnx.Module):
             stack = nnx.vmap(functools.partial(make_block, part), in_axes=0, out_axes=0)
             setattr(self, part, stack(rngs.split(count)))
         self.norm = norm(width, rngs=rngs)
+        self.expert_sizes = expert_sizes
         self.head = (
             None
             if tied_head
@@ -283,14 +303,16 @@ class GPT(nnx.Module):
             block = nnx.merge(graphs[kind.part], weights)
             attend = block.attention.uncached(segment_ids)
             x, _, route = block(x, rotation, kind.window, attend, token_weights)
-            return x, None if route is None else Added(route.auxiliary, route.busiest)
+            return x, None if route is None else Added(
+                route.auxiliary, route.balance, route.busiest
+            )
 
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
         x, added = self._embed(tokens), None
-        if counts := [len(jax.tree.leaves(weights[x])[0]) for x in weights if x in _OF_EXPERTS]:
-            zeros = jnp.zeros(x.shape[:2], jnp.float32)
-            added = Added(vary(zeros, *varying_axes(x)), jnp.zeros(()))
+        counts = [len(jax.tree.leaves(weights[x])[0]) for x in weights if x in _OF_EXPERTS]
+        if counts and self.expert_sizes is not None:
+            added = Added.none(x, self.expert_sizes.count)
         for stretch in self.stretches:
 
             def step(carry: Any, weights: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
@@ -302,8 +324,8 @@ class GPT(nnx.Module):
                 return (x, added), None
 
             (x, added), _ = lax.scan(step, (x, added), stretch.grouped(weights))
-        if added is not None:
-            added = added._replace(busiest=added.busiest / sum(counts))
+        if added is not None and self.expert_sizes is not None:
+            added = added.of_layers(sum(counts), self.expert_sizes)
         return self.norm(x).astype(self.dtype), added
 
     def hidden_with_cache(

@@ -69,8 +69,22 @@ def with_adapters(family, targets, folder, size=1.0):
 
 def compute(folder, tokens, scheme):
     """Logits, loss and gradients of a checkpoint, under the names that PyTorch gives them."""
-    degrees = SCHEMES[scheme]
-    program = make_program(make_config(folder), degrees)
+    config = make_config(folder)
+    found, rows = _compute(config, tokens, scheme)
+    if "experts" in config.model.feed_forwards:
+        # With and without the balancing loss, for a factor of 1.
+        experts = dataclasses.replace(config.model.experts, balance_loss=1.0)
+        model = dataclasses.replace(config.model, experts=experts)
+        other, of_other = _compute(dataclasses.replace(config, model=model), tokens, scheme)
+        found["balance"] = other["loss"] - found["loss"]
+        for name, x in of_other.items():
+            if name.endswith((".gate.weight", ".router.weight")):
+                found[f"gradient of the balance {name}"] = x - rows[name]
+    return found | {f"gradient {name}": x for name, x in rows.items()}
+
+
+def _compute(config, tokens, scheme):
+    program = make_program(config, SCHEMES[scheme])
     layout = program.attention.layout
     batch = jax.tree.map(
         lambda x, shape: jax.device_put(x, shape.sharding),
@@ -92,14 +106,15 @@ def compute(folder, tokens, scheme):
         path_name(path): np.asarray(gradient)
         for path, gradient in jax.tree_util.tree_leaves_with_path(gradients)
     }
+    gradients = {}
     for name, parts in by_tensor(places).items():
         rows = [
             places[path].to_tensor(places[path].weight_of(arrays[path], number))
             for path, number in parts
         ]
         share = places[parts[0][0]].share
-        found[f"gradient {name}"] = rows[0] if share is None else share.joined(rows)
-    return found
+        gradients[name] = rows[0] if share is None else share.joined(rows)
+    return found, gradients
 
 
 def compare(found, reference):
@@ -112,6 +127,7 @@ def compare(found, reference):
     gradients = max(error for name, error in errors.items() if name.startswith("gradient"))
     assert errors["logits"] <= LOGITS, errors
     assert errors["loss"] <= GRADIENTS, errors
+    assert errors.get("balance", 0) <= LOGITS, errors
     assert gradients <= GRADIENTS, errors
     return f"{errors['logits']:.1e} {errors['loss']:.1e} {gradients:.1e}"
 

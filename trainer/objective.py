@@ -108,6 +108,11 @@ class Objective(ABC):
         """
         return default
 
+    def gradients_of_loss(self, gradients: Any) -> Any:
+        """The gradients whose norm is reported: not what moves a weight in another way, such as the
+        load of an expert, which takes the place of its gradient."""
+        return gradients
+
 
 def add_lora(model: Any, lora: LoraConfig, dtype: str, rngs: nnx.Rngs) -> None:
     """Puts the adapters of a run into its model, if it has some.

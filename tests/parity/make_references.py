@@ -217,10 +217,31 @@ def compute(model, seed):
     if model.config.model_type != "gpt_oss":
         gradients = by_expert(gradients, model.config.model_type)
     return {
+        **balance(model, ids[:, :-1]),
         "tokens": tokens.astype(np.int32),
         "logits": out.logits[:, :-1].detach().numpy().astype("f4"),
         "loss": np.float32(out.loss.item()),
         **{f"gradient {name}": x for name, x in gradients.items()},
+    }
+
+
+def balance(model, ids):
+    """The loss that balances experts, with a factor of 1, and its gradients of the routers."""
+    if not hasattr(model.config, "router_aux_loss_coef"):
+        return {}
+    model.zero_grad()
+    loss = model(input_ids=ids, output_router_logits=True).aux_loss
+    loss.backward()
+    folder = "block_sparse_moe.gate" if model.config.model_type == "mixtral" else "mlp.gate"
+    routers = {
+        name.replace("mlp.gate", folder): x.grad.numpy().astype("f4")
+        for name, x in model.named_parameters()
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+    }
+    assert routers, "layers of experts have routers"
+    return {
+        "balance": np.float32(loss.item()),
+        **{f"gradient of the balance {name}": x for name, x in routers.items()},
     }
 
 

@@ -48,7 +48,7 @@ HYBRID = SMALL | dict(
     feed_forwards=("experts", "mlp"),
     experts=ExpertsConfig(
         **dict(count=6, top_k=2, width=8, shared_width=12, shared_gate=True, biases=True),
-        **dict(balance_loss=0.1, balance_rate=0.01, z_loss=0.01),
+        **dict(balance_loss=0.1, balance_over="model", balance_rate=0.01, z_loss=0.01),
     ),
     # The first tokens have small outputs, and the norm of these makes rounding errors grow.
     linear=LinearConfig(heads=4, key_heads=2, key_dim=8, value_dim=12, norm_eps=1e-3),
@@ -195,6 +195,19 @@ def test_memory_counts_what_layers_save(remat, degrees):
     arrays = saved_by_layers(jaxpr.jaxpr, turns)
     formula = footprint(config, program.objective, degrees)["saved for the backward pass"]
     assert formula == turns * sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def test_loads_of_experts_are_no_part_of_the_norm_of_gradients():
+    norms = []
+    for rate in (0.0, 0.5):
+        experts = ExpertsConfig(count=6, top_k=2, width=8, balance_loss=0.0, balance_rate=rate)
+        changes = dict(layers=1, feed_forwards=("experts",), experts=experts)
+        program = program_of(make_config(SMALL | changes, seq_len=16), st.Degrees())
+        tokens = learnable_tokens(program.config, 0, END)
+        batch = place(next_token_batch(tokens, layout=program.attention.layout),
+                      program.batch_sharding)  # fmt: skip
+        norms.append(train_steps(program, jax.device_get(program.initialise()), [batch])[0][0, 1])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
 def test_sizes_of_the_planner_are_those_of_the_weights():

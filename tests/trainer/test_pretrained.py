@@ -1181,6 +1181,11 @@ def test_a_config_of_experts_is_told_again(name):
         with refused(UnsupportedError, "which none of them has together"):
             family_of(other)
     # A loss that balances experts changes no logits; transformers adds it if it is asked for.
-    balanced = dataclasses.replace(model.experts, balance_loss=0.25, z_loss=0.5)
-    values = to_values(dataclasses.replace(model, experts=balanced), length=32, dtype="float32")
-    assert describe(values, "again").model.experts.balance_loss == 0.25
+    # Losses of layers, which are added up, are as strong as one of their mean.
+    layers = model.layer_feed_forwards.count("experts")
+    for over, factor in (("model", 0.25), ("layer", 0.25 / layers)):
+        losses = dict(balance_loss=factor, balance_over=over, z_loss=0.5)
+        balanced = dataclasses.replace(model, experts=dataclasses.replace(model.experts, **losses))
+        values = to_values(balanced, length=32, dtype="float32")
+        experts = describe(values, "again").model.experts
+        assert (experts.balance_loss, experts.balance_over) == (0.25, "model")

@@ -157,10 +157,14 @@ class ExpertsConfig:
     normalised: bool = True
     """Whether the shares of the experts of a token are divided by their sum."""
     balance_loss: float = 0.001
-    """Factor of the loss that balances the experts: their number times the sum over all experts of
-    their tokens, as a share of all, times their mean probability (Switch Transformers,
+    """Factor of the loss that balances the experts: count * sum_e load_e * probability_e, where
+    load_e is the number of tokens that go to expert e, for each token, and probability_e its mean
+    probability, so that the loss is top_k in balance (Switch Transformers, equation (4),
     https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch that the loss counts;
     with gradient accumulation, or batches of whole documents, those of each part."""
+    balance_over: Literal["layer", "model"] = "layer"
+    """Of what load_e and probability_e are means: of each layer, whose losses are added up, or of
+    all layers together, as in transformers. The default is "model" for a pretrained model."""
     balance_rate: float = 0.0
     """How far each step moves a bias of every expert, up if the expert has fewer tokens than the
     mean, and down if it has more. The bias counts in the choice of experts alone, and balances them
@@ -604,7 +608,8 @@ class GPTTrainConfig(TrainConfig):
 
     @property
     def idle_settings(self) -> tuple[str, ...]:
-        return ("model.rope.stretches",) if self.model.rope.scaling == "none" else ()
+        idle = ("model.rope.stretches",) if self.model.rope.scaling == "none" else ()
+        return idle if self.model.experts.balance_loss else (*idle, "model.experts.balance_over")
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -93,6 +93,12 @@ class NextToken(Objective):
         steps = optax.chain(optax.scale_by_sign(), optax.scale(-rate))
         return optax.partition({"default": default, "balance": steps}, _balanced)
 
+    def gradients_of_loss(self, gradients: Any) -> Any:
+        if not self._config.model.experts.balance_rate:
+            return gradients
+        labels = _balanced(gradients)
+        return jax.tree.map(lambda x, y: None if y == "balance" else x, gradients, labels)
+
     @property
     def metric_names(self) -> tuple[str, ...]:
         has_experts = "experts" in self._config.model.layer_feed_forwards

@@ -191,7 +191,7 @@ class Program:
             on_device = moved(state.optimizer, jax.memory.Space.Device)
             state = state._replace(optimizer=on_device)
         (loss, others), gradients = self._metrics_and_gradients(state.model, batch)
-        norm = optax.tree.norm(gradients)
+        norm = optax.tree.norm(self.objective.gradients_of_loss(gradients))
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
         (_, count), *_ = optax.tree.get_all_with_path(state.optimizer, "count")

@@ -37,7 +37,10 @@ FREE_SETTINGS = (
     *("validation_every", "validation_sequences", "sample_length", "temperature", "allow_changes"),
 )
 
-WITHOUT_WEIGHTS = ("model.rope.", "model.experts.balance_loss", "model.experts.z_loss")
+WITHOUT_WEIGHTS = (
+    *("model.rope.", "model.experts.balance_loss", "model.experts.balance_over"),
+    "model.experts.z_loss",
+)
 """Settings of a model with which its weights keep their meaning."""
 
 Config = TypeVar("Config")

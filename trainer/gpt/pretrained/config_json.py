@@ -497,6 +497,7 @@ def _experts(found: ConfigValues, family: Family, layers: int) -> dict[str, Any]
         sizes["normalised"] = bool(read[NORMALISED_SHARES])
     # transformers adds the loss only if it gives the logits of the router, too.
     sizes["balance_loss"] = found.real(BALANCE) if read.get("output_router_logits") else 0.0
+    sizes["balance_over"] = "model"
     dense, step = (read.get(key) for key in DENSE)
     dense = dense or ()
     if not all(type(x) is int and 0 <= x < layers for x in dense):

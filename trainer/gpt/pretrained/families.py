@@ -405,7 +405,10 @@ def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
         found |= {COUNTS[local]: experts.count, NORMALISED_SHARES: experts.normalised}
         dense = [i for i, x in enumerate(model.layer_feed_forwards) if x == "mlp"]
         found |= dict(zip(DENSE, (dense, 1), strict=True))
-        found |= dict(zip(LOSSES, (experts.balance_loss, experts.balance_loss > 0), strict=True))
+        factor = experts.balance_loss
+        if experts.balance_over == "layer":  # Added up; there, the mean over layers counts.
+            factor *= model.layer_feed_forwards.count("experts")
+        found |= dict(zip(LOSSES, (factor, factor > 0), strict=True))
     return {key: value for key, value in found.items() if key in family.keys}
 
 
@@ -455,7 +458,8 @@ def without_losses(model: GPTConfig) -> GPTConfig:
     model = plain(model)
     if "experts" not in model.feed_forwards:
         return model
-    return replace(model, experts=replace(model.experts, balance_loss=0.0, z_loss=0.0))
+    losses: dict[str, Any] = {"balance_loss": 0.0, "balance_over": "layer", "z_loss": 0.0}
+    return replace(model, experts=replace(model.experts, **losses))
 
 
 def _stretches_some(model: GPTConfig) -> bool:
