@@ -1,5 +1,6 @@
 """Every test runs on simulated CPU devices. Slow imports are made where they are needed."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -119,6 +120,13 @@ def pytest_collection_finish():
     """Spares Python the search for garbage among modules, tests and traced objects, which stay."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def empty_folder(tmp_path_factory):
+    """Runs tests in a folder of their own: the checkout may hold runs and files of its user."""
+    with contextlib.chdir(tmp_path_factory.mktemp("folder")):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
