@@ -58,6 +58,12 @@ def parser() -> argparse.ArgumentParser:
         help="a name, such as gpt_7b or llama3_8b, or a config.json of Hugging Face; or leave it "
         "out and give the sizes below",
     )
+    model.add_argument(
+        "--allow-unknown",
+        action="store_true",
+        help="plan a config.json of an architecture that is not known here, as a decoder with "
+        "attention and a gated MLP in every layer; the plan says what it assumes",
+    )
     for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
         model.add_argument(f"--{name}", help="size of the model, without --model or to change it")
     model.add_argument(
@@ -221,7 +227,7 @@ def _model(args: argparse.Namespace) -> Any:
     if args.windows is not None:
         sizes["windows"] = tuple(map(parse_window, args.windows))
     if args.model is not None:
-        model = find_model(args.model)
+        model = find_model(args.model, allow_unknown=args.allow_unknown)
         if set(sizes) - {"lora_rank"}:
             sizes["name"] = f"{model.name}, changed"
         return replace(model, **sizes)

@@ -230,6 +230,8 @@ class ModelSizes:
     """Whether the folder `pretrained` holds a model of images and text, of which this is a part."""
     pretrained: str | None = None
     """Folder from which `train.py --init-from` takes this model; None for others."""
+    assumed: str | None = None
+    """What is assumed of a config.json whose architecture is not known: a sentence."""
 
     def __post_init__(self) -> None:
         named = f"for model {self.name!r}"

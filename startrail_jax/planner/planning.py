@@ -169,6 +169,7 @@ class Plan:
             f"{call.model.name}, {show_count(call.seq_len)} tokens, batch {call.batch}",
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
             f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
+            *([call.model.assumed] if call.model.assumed else []),
         ]
 
     def _tail(self) -> list[str]:
@@ -315,6 +316,7 @@ def plan(
     lengths: str | None = None,
     options: Search | None = None,
     top: int = 8,
+    allow_unknown: bool = False,
 ) -> Plan:
     """Ranks every legal setting of a cluster by the time of a training step, under its memory.
 
@@ -337,6 +339,8 @@ def plan(
             sequence.
         options: the settings to search; None for all.
         top: number of settings to rank.
+        allow_unknown: whether a config.json of an architecture that is not known is taken for a
+            decoder with attention and a gated MLP in every layer; the plan then says so.
 
     Returns:
         The plan. `print` shows it; `winner` and `command` say what to do.
@@ -364,15 +368,15 @@ def plan(
     )
     if latency is not None:
         cluster = replace(cluster, latency=parse_seconds(latency, "--latency"))
-    call = call_of(model, seq_len, batch)
+    sizes = find_model(model, allow_unknown=allow_unknown) if isinstance(model, str) else model
+    call = call_of(sizes, seq_len, batch)
     return plan_of(cluster, call, options or Search(), lengths=lengths, top=as_count(top, "--top"))
 
 
 def call_of(
-    model: str | ModelSizes, seq_len: str | int | float | None, batch: str | int | float | None
+    sizes: ModelSizes, seq_len: str | int | float | None, batch: str | int | float | None
 ) -> Call:
     """What is trained: arguments and errors as those of `plan`."""
-    sizes = find_model(model) if isinstance(model, str) else model
     length = sizes.seq_len if seq_len is None else as_count(seq_len, "--seq-len")
     if length is None:
         raise InputError(
