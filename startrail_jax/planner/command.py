@@ -50,6 +50,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     flags |= {f"mesh.{role}": getattr(choice.degrees, role) for role in ROLES}
     flags |= {"mesh.order": " ".join(choice.order)} if cluster.nodes > 1 else {}
     flags["attention.inner"] = choice.inner
+    flags["attention.head-chunks"] = 1  # Recipes have more of them, which not all meshes can take.
     flags["attention.gradient-dtype"] = choice.gradient_dtype
     flags |= {"zero": choice.savings.zero, "remat": choice.savings.remat, "tile": choice.tile}
     flags["offload"] = choice.savings.offload

@@ -145,6 +145,7 @@ TWO_NODES = "--nodes 2 --gpus-per-node 2 --gpu h200 --port 50GB/s"
         (CLUSTER, "hugging face", "--half-duplex --latency 20us --seq-len 128K"),
         (CLUSTER, "flags", "--inside 100GB/s --zero 0 --remat none --seq-len 128K"),
         (TWO_NODES, "mistral", "--seq-len 64K"),
+        (TWO_NODES, "qwen3_5_9b", "--seq-len 256K --head 4"),
         ("--nodes 1 --gpus-per-node 2 --gpu h200", "gpt_7b", "--layers 2 --seq-len 64K"),
     ],
 )
@@ -168,7 +169,7 @@ def test_pasted_commands_give_the_setting_and_pass_the_checks_of_a_step(
     savings = {name: getattr(config, name) for name in ("zero", "remat", "offload")}
     assert savings == {name: choice["savings"][name] for name in savings}
     assert config.tile == choice["tile"]
-    assert config.attention.inner == choice["inner"]
+    assert (config.attention.inner, config.attention.head_chunks) == (choice["inner"], 1)
     assert config.attention.gradient_dtype == choice["gradient_dtype"]
     assert config.batch_size == plan["batch"]
     assert (config.num_tokens, config.kind) == (plan["seq_len"], plan["model"]["kind"])
