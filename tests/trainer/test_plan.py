@@ -146,6 +146,9 @@ TWO_NODES = "--nodes 2 --gpus-per-node 2 --gpu h200 --port 50GB/s"
         (CLUSTER, "flags", "--inside 100GB/s --zero 0 --remat none --seq-len 128K"),
         (TWO_NODES, "mistral", "--seq-len 64K"),
         (TWO_NODES, "qwen3_5_9b", "--seq-len 256K --head 4"),
+        (CLUSTER, "qwen3_5_9b_1m", ""),
+        (CLUSTER, "llama3_70b", "--seq-len 128K"),
+        (TWO_NODES, "gpt_3b", "--windows 1K none --qk-norm --kv-heads 8 --outputs 64K"),
         ("--nodes 1 --gpus-per-node 2 --gpu h200", "gpt_7b", "--layers 2 --seq-len 64K"),
     ],
 )
@@ -159,9 +162,9 @@ def test_pasted_commands_give_the_setting_and_pass_the_checks_of_a_step(
     names = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")
     sizes = " ".join(f"--model.{x.replace('_', '-')} {model[x]}" for x in names)
     mine = f"gpt_7b {sizes} --model.vocab-size {model['outputs']}"
-    assert ("YOUR_RECIPE" in plan["command"]) == (
-        kind in ("hugging face", "flags") or "--la" in more
-    )
+    assert ("YOUR_RECIPE" in plan["command"]) == (kind in ("hugging face", "flags"))
+    if kind in RECIPES:
+        assert plan["seq_len"] == RECIPES[kind]().num_tokens or "--s" in more
     command = plan["command"].replace("YOUR_RECIPE", mine)
     config = checked(command, nodes * plan["cluster"]["gpus_per_node"])
     assert config.mesh.degrees == choice["degrees"]
@@ -453,8 +456,7 @@ def test_memory_is_that_of_the_program(name, gpu):
         nodes=4, gpus_per_node=8, gpu=gpu, port="25GB/s", model=name, top=1, options=few,
         seq_len="512K",
     )  # fmt: skip
-    odd = "gpt_7b --model.layers 14 --model.windows 1024 1024 none"
-    config = trained(found.command.replace("YOUR_RECIPE", odd))
+    config = trained(found.command)
     objective = TASKS[config.kind].make_objective(config)
     # This also raises what the first step would raise.
     exact = footprint(config, objective, found.frugal.degrees)
@@ -485,14 +487,21 @@ def test_where_nothing_fits_the_least_memory_is_said(capsys):
             (f"{CLUSTER} --model {more}", message)
             for more, message in (
                 ("gpt_7b --efficiency 2", "--efficiency must be above 0 and at most 1; got 2.0"),
-                ("gpt_7b --latency soon", "a time of at least 0 with its unit; got 'soon'"),
-                ("gpt_7b --memory 0GB", "--memory must be a size above 0 with its unit; got '0GB'"),
-                ("gpt_7b --memory 80", "--memory must be a size above 0 with its unit; got '80'"),
+                ("gpt_7b --latency soon", "a finite time of at least 0 with its unit; got 'soon'"),
+                ("gpt_7b --memory 0GB", "--memory must be a size from a byte .*got '0GB'"),
+                ("gpt_7b --memory 80", "--memory must be a size from .* with its unit; got '80'"),
                 ("gpt_7b --memory 1e300GB", "with its unit; got '1e300GB'"),
-                ("gpt_7b --seq-len 1e400", "--seq-len must be a positive whole number; got"),
+                (
+                    "gpt_7b --seq-len 1e400",
+                    "--seq-len must be a whole number from 1 to 1099511627776",
+                ),
+                (
+                    "gpt_7b --seq-len 1000000000000000",
+                    "from 1 to 1099511627776; got '1000000000000000'",
+                ),
                 ("gpt_7b --seq-len 1e12 --batch 1e9", "must be small enough to count their byte"),
                 ("gpt_7b --latency 1e400s", "with its unit; got '1e400s'"),
-                ("gpt_7b --peak-flops x", "--peak-flops must be a number of FLOP/s"),
+                ("gpt_7b --peak-flops x", "--peak-flops must be a finite number of FLOP/s"),
                 ("gpt_7b --peak-flops 989", "FLOP/s above 0 with its unit; got '989'"),
                 ("{}/bad.json", "the file is no JSON"),
                 ("{}/empty.json", "it has no 'hidden_size'"),
@@ -501,7 +510,7 @@ def test_where_nothing_fits_the_least_memory_is_said(capsys):
                     "experts are planned for models of mixtral, .*=granite with num_experts=8",
                 ),
                 ("gpt_7b --head-dim 127", "--head-dim must be even, for rotary positions; got"),
-                ("gpt_7b --windows 512 0", "--windows must be a positive whole number; got '0'"),
+                ("gpt_7b --windows 512 0", "--windows must be a whole number from 1 to .*got '0'"),
                 ("gpt_3b --windows full", "got 'full'.*For a layer without a window, write none."),
                 (
                     "gpt_3b --windows 512 512 512 none --layers 2",
@@ -558,6 +567,15 @@ def test_a_reader_that_leaves_ends_the_plan_quietly(monkeypatch, capfd):
         monkeypatch.undo()
     assert status in (0, 1)
     assert not capfd.readouterr().err
+
+
+def test_help_begins_with_a_line_of_usage(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    usage, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert usage.startswith("usage: python -m startrail_jax.plan --nodes N --gpus-per-node N ")
+    assert "\n" not in usage
+    assert rest.startswith("Finds the fastest setting")
 
 
 @pytest.mark.slow
