@@ -88,8 +88,11 @@ RULES: dict[str, Callable[[Case], Degrees]] = {
 }
 
 
-def cases(gpu: str, gpus_per_node: int) -> Iterator[Case]:
-    """All cases: ports of a node are one, or one for each GPU."""
+OPTIONS = Search(degrees=dict(data=1, tensor=1), baselines=False)
+
+
+def questions(gpu: str, gpus_per_node: int) -> Iterator[tuple[Cluster, Call]]:
+    """The clusters and models of all cases: ports of a node are one, or one for each GPU."""
     for model, tokens, gpus, gigabits, ports in itertools.product(
         _MODELS, _TOKENS, _GPUS, _GIGABITS, (1, gpus_per_node)
     ):
@@ -100,15 +103,20 @@ def cases(gpu: str, gpus_per_node: int) -> Iterator[Case]:
             port_rate=gigabits * 1e9 / 8,
             ports=ports,
         )
-        options = Search(degrees=dict(data=1, tensor=1), baselines=False)
-        found = Candidates(cluster, Call(model=model, seq_len=tokens, batch=1), options)
+        yield cluster, Call(model=model, seq_len=tokens, batch=1)
+
+
+def cases(gpu: str, gpus_per_node: int) -> Iterator[Case]:
+    """All cases in which a setting fits the memory."""
+    for cluster, call in questions(gpu, gpus_per_node):
+        found = Candidates(cluster, call, OPTIONS)
         seconds: dict[Degrees, float] = {}
         for index in np.flatnonzero(found.fits):
             degrees, _ = found.degrees(index)
             second = float(found.seconds[index])
             seconds[degrees] = min(second, seconds.get(degrees, math.inf))
         if seconds:
-            yield Case(model, tokens, cluster, seconds)
+            yield Case(call.model, call.seq_len, cluster, seconds)
 
 
 def table(found: list[Case]) -> list[str]:

@@ -25,6 +25,7 @@ DEGREES = ("data", "group", "ring", "team", "head", "tensor")
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m startrail_jax.plan",
+        usage="%(prog)s --nodes N --gpus-per-node N --gpu GPU [--port RATE] --model MODEL [flags]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,8 +56,14 @@ def parser() -> argparse.ArgumentParser:
     model = made.add_argument_group("model")
     model.add_argument(
         "--model",
-        help="a name, such as gpt_7b or llama3_8b, or a config.json of Hugging Face; or leave it "
-        "out and give the sizes below",
+        help="a name, such as llama3_8b or that of a recipe, or a config.json of Hugging Face; or "
+        "leave it out and give the sizes below",
+    )
+    model.add_argument(
+        "--allow-unknown",
+        action="store_true",
+        help="plan a config.json of an architecture that is not known here, as a decoder with "
+        "attention and a gated MLP in every layer; the plan says what it assumes",
     )
     for name in ("width", "layers", "heads", "kv-heads", "head-dim", "mlp-width", "outputs"):
         model.add_argument(f"--{name}", help="size of the model, without --model or to change it")
@@ -202,6 +209,7 @@ def _gpu(args: argparse.Namespace) -> Any:
 
 
 def _model(args: argparse.Namespace) -> Any:
+    from startrail_jax.planner.command import CHANGED
     from startrail_jax.planner.config_json import find_model
     from startrail_jax.planner.models import ModelSizes
     from startrail_jax.planner.quantities import parse_count, parse_window
@@ -221,9 +229,9 @@ def _model(args: argparse.Namespace) -> Any:
     if args.windows is not None:
         sizes["windows"] = tuple(map(parse_window, args.windows))
     if args.model is not None:
-        model = find_model(args.model)
+        model = find_model(args.model, allow_unknown=args.allow_unknown)
         if set(sizes) - {"lora_rank"}:
-            sizes["name"] = f"{model.name}, changed"
+            sizes["name"] = f"{model.name}{CHANGED}"
         return replace(model, **sizes)
     missing = sorted(names - set(sizes) - {"kv_heads"})
     if missing:

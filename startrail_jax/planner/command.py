@@ -10,15 +10,23 @@ from startrail_jax.devices.degrees import ROLES
 from startrail_jax.planner.config_json import find_model
 from startrail_jax.planner.grid import Call
 from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.models import FRAME, MODELS, ModelSizes
+from startrail_jax.planner.models import FRAME, LONG, MODELS, ModelSizes
 from startrail_jax.planner.search import Prediction
 
 _RECIPES = {
-    **{name: name for name in ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b", "wan_1_3b", "wan_14b")},
-    **{x: f"{x}_1m" for x in ("qwen3_8b", "qwen3_30b_a3b", "qwen3_5_9b")},
-    "gpt_oss_20b": "gpt_oss_20b_128k",
+    **{model: name for name, (model, _) in LONG.items()},
+    **{x: x for x in ("gpt_3b", "gpt_7b", "dit_1b", "llama3_8b", "wan_1_3b", "wan_14b", *LONG)},
 }
 """Models of `MODELS` -> recipes of `train.py`."""
+_LIKE = {"llama3_70b": "llama3_8b"}
+"""Models without a recipe -> those that differ from them in sizes alone."""
+_SIZES = {
+    **{x: x for x in ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")},
+    **{"outputs": "vocab_size", "windows": "windows", "qk_norm": "qk_norm"},
+}
+"""Sizes that flags of the planner set -> settings of the model of a recipe."""
+CHANGED = ", changed"
+"""The end of the name of a model of `MODELS` with other sizes."""
 _OWN = "YOUR_RECIPE"
 _DEFAULT_FRACTION = 0.75
 """Share of a GPU's memory that jax takes by default."""
@@ -50,6 +58,7 @@ def command_of(choice: Prediction, call: Call, cluster: Cluster, *, memory_fract
     flags |= {f"mesh.{role}": getattr(choice.degrees, role) for role in ROLES}
     flags |= {"mesh.order": " ".join(choice.order)} if cluster.nodes > 1 else {}
     flags["attention.inner"] = choice.inner
+    flags["attention.head-chunks"] = 1  # Recipes have more of them, which not all meshes can take.
     flags["attention.gradient-dtype"] = choice.gradient_dtype
     flags |= {"zero": choice.savings.zero, "remat": choice.savings.remat, "tile": choice.tile}
     flags["offload"] = choice.savings.offload
@@ -65,8 +74,17 @@ def _base_of(model: ModelSizes) -> list[str]:
         whole = find_model(model.pretrained)
         if same == replace(whole, name=model.name):
             return ["--init-from", shlex.quote(model.pretrained)]
-    is_recipe = model.name in _RECIPES and MODELS[model.name] == same
-    return [_RECIPES[model.name] if is_recipe else _OWN]
+    name = model.name.removesuffix(CHANGED)
+    like = _LIKE.get(name, name)
+    if like not in _RECIPES:
+        return [_OWN]
+    sizes = {x: y for x in _SIZES if (y := getattr(same, x)) != getattr(MODELS[like], x)}
+    if same != replace(MODELS[like], name=model.name, **sizes):
+        return [_OWN]
+    flags = [_flag(f"model.{_SIZES[x]}", y) for x, y in sizes.items()]
+    # The folder of the recipe may hold a run of its own sizes.
+    flags += [f"--run-dir runs/{model.name.replace(', ', '_')}"] if sizes else []
+    return [_RECIPES[like], *flags]
 
 
 def _flag(name: str, value: Any) -> str:
@@ -74,6 +92,8 @@ def _flag(name: str, value: Any) -> str:
     section, dot, last = name.replace("_", "-").rpartition(".")
     if isinstance(value, bool):
         return f"--{section}{dot}{'' if value else 'no-'}{last}"
+    if isinstance(value, tuple):
+        value = " ".join("none" if x is None else str(x) for x in value)
     return f"--{section}{dot}{last} {value}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,20 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Types of model that `train.py --init-from` takes, each with its defaults."""
-_PERIODS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+_TIED, _OF_128 = {"tie_word_embeddings": True}, {"head_dim": 128}
+_DENSE: Mapping[str, Mapping[str, Any]] = {
+    **{"apertus": {}, "arcee": {}, "gpt_neox": {}, "granite": {}, "hunyuan_v1_dense": {}},
+    **{"nemotron": {}, "olmo": {}, "persimmon": {}, "phi": {}, "phi3": {}, "stablelm": {}},
+    **{"qwen2_vl": {}, "qwen2_vl_text": {}, "qwen2_5_vl": {}, "qwen2_5_vl_text": {}},
+    **{"glm": _OF_128, "glm4": _OF_128, "helium": _OF_128, "ministral3": _OF_128},
+    **{"qwen3_vl_text": _OF_128, "seed_oss": _OF_128, "ernie4_5": _TIED | _OF_128},
+    **{"cohere": _TIED, "starcoder2": _TIED, "cohere2": _TIED | {"sliding_window": 4096}},
+    **{x: {"sliding_window": 4096} for x in ("exaone4", "ministral", "olmo3")},
+    "gemma": _TIED | {"head_dim": 256},
+}
+"""Further types of model whose layers are attention and an MLP, each with its defaults."""
+_KNOWN = {**PRETRAINED, **_DENSE}
+_PERIODS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4}
 """Type of model -> period of its layers, where the file gives none; the last one has no window."""
 _LINEAR = {
     **{"heads": ("linear_num_value_heads", 32), "key_heads": ("linear_num_key_heads", 16)},
@@ -64,17 +78,34 @@ _LINEAR = {
 }
 """Sizes of linear attention -> names in a config.json of Hugging Face, and their defaults."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_WITHOUT_GATE = ("gpt_neox", "opt", "bloom", "falcon", "gpt_bigcode", "starcoder2", "phi")
+_WITHOUT_GATE = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
 """Types of model whose MLP has two matrices."""
 _MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Types of model that `--init-text-only` takes, and those of their text models."""
 _HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
-_NORMALISED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmo_hybrid", "olmoe")
+_NORMALISED = (
+    *("qwen3", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid", "olmoe"),
+    *("apertus", "exaone4", "hunyuan_v1_dense"),
+)
 """How the types of model begin that normalise the heads of queries and keys."""
+_FULL, _SLIDING, _LINEAR_TYPE = "full_attention", "sliding_attention", "linear_attention"
+_SHOWN = 8
+"""Keys of a file that a message names."""
+_IDLE = re.compile(
+    r"^_|token|drop|eps|rope|rotary|position|init|act$|activation|dtype|bias|use_cache|loss|coef"
+    r"|version|architectures|auto_map|model_type|label|quant|scal|multiplier|softcap|output_"
+)
+"""Keys of a config.json that change neither the number of weights nor what layers attend to."""
 
 
-def find_model(name: str) -> ModelSizes:
-    """The model of a name in `MODELS`, or of a config.json of Hugging Face, or of its folder."""
+def find_model(name: str, *, allow_unknown: bool = False) -> ModelSizes:
+    """The model of a name in `MODELS`, or of a config.json of Hugging Face, or of its folder.
+
+    Args:
+        name: the name or the path.
+        allow_unknown: whether a file of another architecture is taken for a decoder with attention
+            and a gated MLP in every layer.
+    """
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
@@ -103,23 +134,30 @@ def find_model(name: str) -> ModelSizes:
     of_images = _type_of(settings) in _MULTIMODAL
     if of_images:
         decoder = {"model_type": _MULTIMODAL[_type_of(settings)], **decoder}
-    model = _of_hugging_face(decoder, str(path))
+    # Only the whole model says whether its embedding is tied, and what its class is.
+    outer = {x: settings[x] for x in ("tie_word_embeddings", "architectures") if x in settings}
+    model = _of_hugging_face({**outer, **decoder}, str(path), allow_unknown=allow_unknown)
     is_read = decoder is settings or of_images
     if is_read and path.name == "config.json" and _type_of(decoder) in PRETRAINED:
         return replace(model, pretrained=str(path.parent), text_only=of_images)
     return model
 
 
-def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
-    """The model of a config.json of Hugging Face: a gated decoder, as Llama, Qwen or Mistral."""
-    known = PRETRAINED.get(_type_of(settings), {})
+def _of_hugging_face(settings: Mapping[str, Any], name: str, *, allow_unknown: bool) -> ModelSizes:
+    """The model of a config.json of Hugging Face."""
+    is_known, read = _type_of(settings) in _KNOWN, settings
+    if not is_known and not allow_unknown:
+        raise _unknown(settings, name)
+    known = _KNOWN.get(_type_of(settings), {})
     given_count = next((key for key in _EXPERTS if settings.get(key)), None)
     known = {x: y for x, y in known.items() if given_count is None or x not in _EXPERTS}
-    settings = {**known, **settings}
+    # Null means the default, but for windows, where it means none.
+    nulls = {x for x, value in settings.items() if value is None and x != "sliding_window"}
+    settings = {**known, **{x: value for x, value in settings.items() if x not in nulls}}
     experts = next((key for key in _EXPERTS if settings.get(key)), None)
     if experts and "num_experts_per_tok" not in known:
         raise UnsupportedError(
-            f"--model {name}: experts are planned for models of {', '.join(PRETRAINED)}; got "
+            f"--model {name}: experts are planned for models of {', '.join(_of_experts())}; got "
             f"model_type={_type_of(settings)} with {experts}={settings[experts]}. Give the sizes "
             "of a dense model instead."
         )
@@ -138,14 +176,50 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str) -> ModelSizes:
     if _type_of(settings) in _WITHOUT_GATE:
         given["mlp_matrices"] = 2
     given["qk_norm"] = _type_of(settings).startswith(_NORMALISED)
-    # Files may hold "head_dim": null.
-    given["head_dim"] = given.get("head_dim") or max(given["width"] // given["heads"], 1)
+    given.setdefault("head_dim", max(given["width"] // given["heads"], 1))
     if experts:
         given |= _experts_of(settings, name, experts, given)
     if _type_of(settings) in _HYBRIDS:
         return ModelSizes(name=name, **given, **_hybrid(settings, name))
     windows = shortest(_windows(settings, name, given["layers"]))
+    if not is_known:
+        given["assumed"] = (
+            f"{_named(read)} is not known here: attention and a gated MLP are assumed in all "
+            f"{given['layers']} layers, with {given['heads']} heads of {given['head_dim']} "
+            f"channels{_uncounted(read, ', and not counted are {}')}."
+        )
     return ModelSizes(name=name, windows=windows, **given)
+
+
+def _of_experts() -> list[str]:
+    return [kind for kind, values in PRETRAINED.items() if "num_experts_per_tok" in values]
+
+
+def _unknown(settings: Mapping[str, Any], name: str) -> UnsupportedError:
+    """The error of an architecture whose layers may be others than those that are counted."""
+    return UnsupportedError(
+        f"--model {name}: the architecture must be one whose layers the planner can count: see "
+        f"docs/planner.md; got {_named(settings)}{_uncounted(settings, ', with {}')}. Give sizes "
+        "by flags (--width, --layers, --heads and so on), or use --allow-unknown, which assumes "
+        "attention and a gated MLP in every layer."
+    )
+
+
+def _named(settings: Mapping[str, Any]) -> str:
+    """The architecture of a file."""
+    classes = settings.get("architectures")
+    first = f"{classes[0]} " if isinstance(classes, list) and classes else ""
+    return f"{first}(model_type={settings.get('model_type')!r})"
+
+
+def _uncounted(settings: Mapping[str, Any], text: str) -> str:
+    """A text with the keys of a file that may change its layers in a way that is not counted."""
+    read = {*_HUGGING_FACE.values(), "sliding_window", "use_sliding_window"}
+    types = settings.get("layer_types")
+    read |= {"layer_types"} if isinstance(types, list) and {*types} <= {_FULL, _SLIDING} else set()
+    keys = [x for x, value in settings.items() if value and x not in read and not _IDLE.search(x)]
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return text.format(f"{', '.join(keys[:_SHOWN])}{more}") if keys else ""
 
 
 def _experts_of(
@@ -178,12 +252,13 @@ def _hybrid(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     if types is None:
         every = settings.get("full_attention_interval", 4)
         _require_sizes({"full_attention_interval": every}, ["full_attention_interval"], name)
-        types = ["full" if (i + 1) % every == 0 else "linear" for i in range(layers)]
+        types = [_LINEAR_TYPE if (i + 1) % every else _FULL for i in range(layers)]
     known = isinstance(types, list) and len(types) == layers
     _require(known, name, "layer_types", f"a list with an entry for each of {layers} layers", types)
+    _check_types(types, (_FULL, _LINEAR_TYPE), name)
     sizes = {key: settings.get(theirs, default) for key, (theirs, default) in _LINEAR.items()}
     _require_sizes(sizes, sizes, name, "linear: ")
-    mixers = ["linear" if "linear" in str(x) else "attention" for x in types]
+    mixers = ["linear" if x == _LINEAR_TYPE else "attention" for x in types]
     return {
         "mixers": shortest(mixers),
         "linear": LinearSizes(**sizes),
@@ -213,7 +288,6 @@ def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int |
 
     kind, window, types = (settings.get(x) for x in ("model_type", "sliding_window", "layer_types"))
     kind, numbers = str(kind), range(layers)
-    period = number("sliding_window_pattern", _PERIODS.get(kind, 1))
     # Of a type that train.py does not read, the file is taken at its word.
     is_qwen = kind.startswith("qwen") and kind != "qwen3_moe"  # Of which all layers have one.
     is_other = kind not in PRETRAINED
@@ -232,16 +306,29 @@ def _windows(settings: Mapping[str, Any], name: str, layers: int) -> tuple[int |
         slides = [not x for x in entries("no_rope_layers", [(i + 1) % every for i in numbers])]
     elif is_qwen:
         slides = [i >= number("max_window_layers", 28, least=0) for i in numbers]
-    elif kind in _PERIODS or (is_other and settings.get("sliding_window_pattern") is not None):
+    elif types is None and (
+        kind in _PERIODS or (is_other and settings.get("sliding_window_pattern") is not None)
+    ):
+        # Beside types of layers, the pattern may be a word, such as "LLLG".
+        period = number("sliding_window_pattern", _PERIODS.get(kind, 1))
         slides = [(i + 1) % period != 0 for i in numbers]
     else:
         slides = [kind != "llama"] * layers
     slides = [window is not None and x for x in slides]
     if types is not None:
-        slides = ["sliding" in str(x) for x in entries("layer_types", types)]
+        types = entries("layer_types", types)
+        if kind in _KNOWN:
+            _check_types(types, (_FULL, _SLIDING), name)
+        slides = [x == _SLIDING for x in types]
     if any(slides):
         _require_sizes({"sliding_window": window, **settings}, ["sliding_window"], name)
     return tuple(settings.get("sliding_window") if x else None for x in slides)
+
+
+def _check_types(types: Iterable[Any], known: tuple[str, str], name: str) -> None:
+    wanted = f"{known[0]} or {known[1]} for each layer"
+    for x in types:
+        _require(x in known, name, "layer_types", wanted, x)
 
 
 def _require(holds: bool, name: str, key: str, wanted: str, got: Any) -> None:

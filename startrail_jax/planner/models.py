@@ -230,6 +230,8 @@ class ModelSizes:
     """Whether the folder `pretrained` holds a model of images and text, of which this is a part."""
     pretrained: str | None = None
     """Folder from which `train.py --init-from` takes this model; None for others."""
+    assumed: str | None = None
+    """What is assumed of a config.json whose architecture is not known: a sentence."""
 
     def __post_init__(self) -> None:
         named = f"for model {self.name!r}"
@@ -606,8 +608,14 @@ _GIVEN = (
         linear=LinearSizes(heads=32, key_heads=16, key_dim=128, value_dim=128),
     ),
 )  # fmt: skip
+LONG = {
+    **{f"{x}_1m": (x, 2**20) for x in ("llama3_8b", "qwen3_8b", "qwen3_30b_a3b", "qwen3_5_9b")},
+    "gpt_oss_20b_128k": ("gpt_oss_20b", 2**17),
+}
+"""Recipes of `train.py` that are called by their length -> model, and tokens in a sequence."""
 MODELS = {model.name: model for model in _GIVEN}
 """The models that have a name."""
+MODELS |= {x: replace(MODELS[model], name=x, seq_len=n) for x, (model, n) in LONG.items()}
 
 FRAME = 128 * 128
 """Tokens of a frame of the recipe dit_1b."""

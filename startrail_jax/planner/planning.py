@@ -41,8 +41,12 @@ from startrail_jax.planner.search import (
     scheme_of,
 )
 
+_TIGHT = 0.85
+"""The fastest setting is taken, unless it needs more than this share of what a step may take."""
 _NEAR = 1.02
-"""A setting that is so many times as slow as the fastest is taken if it needs less memory."""
+"""Then a setting that is so many times as slow is taken if it needs less memory."""
+_MUCH = 0.2
+"""The share of a step from which on its waiting for ZeRO is a subject of the advice."""
 _EQUAL = 1.05
 """Predictions do not tell settings apart whose seconds differ by so much."""
 
@@ -64,8 +68,9 @@ class Plan:
     illegal: dict[str, str]
     """Name of a known scheme -> the reason why none of its settings is legal here."""
     frugal: Prediction
-    """The setting to take: that of the least memory among those which are predicted to be at most
-    2 % slower than the winner. It offloads only if the winner does."""
+    """The setting to take: the winner, unless that needs more than 85 % of the memory that a step
+    may take. Then it is the setting of the least memory among those which are predicted to be at
+    most 2 % slower; it offloads only if the winner does."""
     reason: str | None
     """Two sentences on why the winner wins, and how its time is spent; None if nothing fits."""
     documents: DocumentForecast | None
@@ -104,10 +109,24 @@ class Plan:
             slower = self.frugal.seconds / self.winner.seconds - 1
             speed = f"{slower:.1%} slower" if slower else "as fast"
             found.append(
-                f"The command takes less memory, {self.frugal.memory_bytes / GIB:.1f} GiB, and is "
-                f"predicted to be {speed}: {self.frugal.label}; {describe(self.frugal)}."
+                f"The first setting needs {self.winner.memory_bytes / GIB:.1f} of "
+                f"{self._limit / GIB:.1f} GiB. The command takes another, of "
+                f"{self.frugal.memory_bytes / GIB:.1f} GiB, which is predicted to be {speed}: "
+                f"{self.frugal.label}; {describe(self.frugal)}."
+            )
+        waits = self.frugal.parts["zero waits"]
+        if waits > _MUCH * self.frugal.seconds:
+            found.append(
+                f"A step waits {show_seconds(waits)} of {show_seconds(self.frugal.seconds)} for "
+                "the weights and gradients of ZeRO, whatever the number of sequences: try a larger "
+                f"--batch. The plan does not search {_unsearched(self.frugal, self.cluster)}."
             )
         return found
+
+    @property
+    def _limit(self) -> float:
+        """Bytes of a GPU that a step may take."""
+        return self.options.memory_fraction * self.cluster.gpu.memory_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as numbers, texts, lists and dicts, for JSON."""
@@ -163,12 +182,13 @@ class Plan:
         rate = f"{show_rate(cluster.port_rate)} ({show_rate(8 * cluster.port_rate, 'bit')})"
         ports = f"{cluster.ports} port{several} of {rate}{duplex} a node, "
         ports = ports if cluster.nodes > 1 else ""
-        limit = self.options.memory_fraction * cluster.gpu.memory_bytes / GIB
         return [
             f"{nodes}, {ports}{show_rate(cluster.gpu.inside_rate)} inside; "
             f"{call.model.name}, {show_count(call.seq_len)} tokens, batch {call.batch}",
             f"{self.num_settings} settings of degrees and order; with ZeRO, remat, offload and "
-            f"tile {self.num_candidates}, of which {self.num_fitting} fit {limit:.1f} GiB",
+            f"tile {self.num_candidates}, of which {self.num_fitting} fit "
+            f"{self._limit / GIB:.1f} GiB",
+            *([call.model.assumed] if call.model.assumed else []),
         ]
 
     def _tail(self) -> list[str]:
@@ -199,6 +219,24 @@ def describe(choice: Prediction) -> str:
     words += ["moments on the host"] * savings.offload_optimizer
     words += [f"tile {choice.tile}"] * (choice.tile is not None)
     return ", ".join(words)
+
+
+def _unsearched(choice: Prediction, cluster: Cluster) -> str:
+    """Flags of `train.py` that change what ZeRO sends, and what each does."""
+    text = (
+        "--gradient-accumulation, which at ZeRO 0 and 1 sums gradients once for all parts of a "
+        "batch"
+    )
+    size, inside = 1, []
+    for role in reversed(choice.order):
+        degree = getattr(choice.degrees, role)
+        size *= degree
+        if size <= cluster.gpus_per_node and degree > 1 and role != "tensor":
+            inside.insert(0, role)
+    if not (choice.savings.zero and inside and size > cluster.gpus_per_node):
+        return text
+    axes = f"--zero-axes {' '.join(inside)}, which gathers weights inside a node and needs memory"
+    return f"{axes}, or {text}"
 
 
 _WAITS = {
@@ -315,6 +353,7 @@ def plan(
     lengths: str | None = None,
     options: Search | None = None,
     top: int = 8,
+    allow_unknown: bool = False,
 ) -> Plan:
     """Ranks every legal setting of a cluster by the time of a training step, under its memory.
 
@@ -337,6 +376,8 @@ def plan(
             sequence.
         options: the settings to search; None for all.
         top: number of settings to rank.
+        allow_unknown: whether a config.json of an architecture that is not known is taken for a
+            decoder with attention and a gated MLP in every layer; the plan then says so.
 
     Returns:
         The plan. `print` shows it; `winner` and `command` say what to do.
@@ -364,15 +405,26 @@ def plan(
     )
     if latency is not None:
         cluster = replace(cluster, latency=parse_seconds(latency, "--latency"))
-    call = call_of(model, seq_len, batch)
+    sizes = find_model(model, allow_unknown=allow_unknown) if isinstance(model, str) else model
+    call = call_of(sizes, seq_len, batch)
     return plan_of(cluster, call, options or Search(), lengths=lengths, top=as_count(top, "--top"))
 
 
+def _frugal(found: Candidates, mask: np.ndarray, winner: Prediction) -> Prediction:
+    """The setting to take: see `Plan.frugal`."""
+    memory = found.options.memory_fraction * found.cluster.gpu.memory_bytes
+    if not winner.fits or winner.memory_bytes <= _TIGHT * memory:
+        return winner
+    near = mask & found.fits & (found.seconds <= _NEAR * winner.seconds)
+    offloads = np.array([savings.offload for _, savings in found.kinds])[found.kind]
+    near = np.flatnonzero(near & (~offloads | winner.savings.offload))
+    return found.prediction(near[np.lexsort((found.seconds[near], found.memory[near]))[0]])
+
+
 def call_of(
-    model: str | ModelSizes, seq_len: str | int | float | None, batch: str | int | float | None
+    sizes: ModelSizes, seq_len: str | int | float | None, batch: str | int | float | None
 ) -> Call:
     """What is trained: arguments and errors as those of `plan`."""
-    sizes = find_model(model) if isinstance(model, str) else model
     length = sizes.seq_len if seq_len is None else as_count(seq_len, "--seq-len")
     if length is None:
         raise InputError(
@@ -410,10 +462,6 @@ def plan_of(
     }
     fits = ranked[0].fits
     whole = None if pieces is None else forecast(found, pieces)
-    offloads = np.array([savings.offload for _, savings in found.kinds])[found.kind]
-    near = ours & found.fits & (found.seconds <= _NEAR * ranked[0].seconds)
-    near = np.flatnonzero(near & (~offloads | ranked[0].savings.offload))
-    frugal = found.prediction(near[found.memory[near].argmin()]) if fits else ranked[0]
     return Plan(
         cluster=cluster,
         call=call,
@@ -421,7 +469,7 @@ def plan_of(
         ranked=tuple(ranked),
         baselines=baselines,
         illegal={name: _why_illegal(found, name) for name in known if name not in baselines},
-        frugal=frugal,
+        frugal=_frugal(found, ours, ranked[0]),
         reason=_reason(found, ranked[0]) if fits else None,
         documents=whole,
         alone=_alone(found, ranked[0]),

@@ -39,8 +39,8 @@ def parse_count(text: str, flag: str) -> int:
     value = _parse(text.replace("_", ""), "([kKmMgG]?)", lambda x: _BINARY[x.lower()])
     if not 1 <= value <= LARGEST_COUNT or value != int(value):
         raise InputError(
-            f"{flag} must be a positive whole number; got {text!r}. Write for example 524288, 512K "
-            f"(512 * 1024) or 1M (1024 * 1024), and at most {LARGEST_COUNT}."
+            f"{flag} must be a whole number from 1 to {LARGEST_COUNT}; got {text!r}. Write for "
+            "example 524288, 512K (512 * 1024) or 1M (1024 * 1024)."
         )
     return int(value)
 
@@ -67,7 +67,7 @@ def parse_rate(text: Any, flag: str) -> float:
     value = _parse(text, "([kKmMgGtT]?)(i?)(B|b|bit|bits)(?:/s|ps)?", size)
     if not 0 < value < math.inf:
         raise InputError(
-            f"{flag} must be a rate above 0 with its unit; got {text!r}. Write for example "
+            f"{flag} must be a finite rate above 0 with its unit; got {text!r}. Write for example "
             "'50GB/s' (bytes) or '400Gb/s' (bits)."
         )
     return value
@@ -82,8 +82,8 @@ def parse_bytes(text: str, flag: str) -> int:
     )
     if not 1 <= value < LARGEST_SIZE:
         raise InputError(
-            f"{flag} must be a size above 0 with its unit; got {text!r}. Write for example 80GiB "
-            "or 80GB, and less than an exbibyte."
+            f"{flag} must be a size from a byte to an exbibyte, with its unit; got {text!r}. Write "
+            "for example 80GiB or 80GB."
         )
     return int(value)
 
@@ -93,8 +93,8 @@ def parse_flops(text: str, flag: str) -> float:
     value = _parse(text.lower(), r"(?=\D)([kmgtp]?)(?:flops?(?:/s)?)?", lambda x: _DECIMAL[x])
     if not 0 < value < math.inf:
         raise InputError(
-            f"{flag} must be a number of FLOP/s above 0 with its unit; got {text!r}. Write for "
-            "example 989T."
+            f"{flag} must be a finite number of FLOP/s above 0 with its unit; got {text!r}. Write "
+            "for example 989T."
         )
     return value
 
@@ -104,7 +104,7 @@ def parse_seconds(text: Any, flag: str) -> float:
     value = _parse(text, "(ns|us|µs|ms|s)", lambda x: _SECONDS[x])
     if not value < math.inf:
         raise InputError(
-            f"{flag} must be a time of at least 0 with its unit; got {text!r}. Write for example "
+            f"{flag} must be a finite time of at least 0 with its unit; got {text!r}. Write, say, "
             "'10us'."
         )
     return value
@@ -118,8 +118,7 @@ def as_count(value: Any, flag: str) -> int:
     # Of infinity, the quotient is no number, which equals nothing.
     if not numeric or value != value // 1 or not 1 <= value <= LARGEST_COUNT:
         raise InputError(
-            f"{flag} must be a positive whole number of at most {LARGEST_COUNT}; got {value!r}. "
-            "Correct it."
+            f"{flag} must be a whole number from 1 to {LARGEST_COUNT}; got {value!r}. Correct it."
         )
     return int(value)
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import which_scheme
-from benchmarks.which_scheme import NEAR, RULES, cases, rule, table
+from benchmarks.which_scheme import NEAR, OPTIONS, RULES, cases, questions, rule, table
 from startrail_jax.devices.degrees import Degrees
+from startrail_jax.planner.planning import plan_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 
@@ -19,6 +20,19 @@ def test_rule_is_close_to_the_fastest_setting_and_the_page_says_so():
     page = " ".join(PAGE.read_text().split())
     for line in table(found):
         assert line in page
+
+
+@pytest.mark.parametrize("first", range(30))
+@pytest.mark.slow_except_every(30)
+def test_commands_are_those_of_the_winners(first):
+    """In none of the 270 cases does the winner need 85 % of the memory."""
+    asked = list(questions("h100", 8))
+    assert len(asked) == 270
+    for cluster, call in asked[first::30]:
+        found = plan_of(cluster, call, OPTIONS, top=1)
+        limit = OPTIONS.memory_fraction * cluster.gpu.memory_bytes
+        assert found.winner.memory_bytes < 0.85 * limit
+        assert found.frugal == found.winner
 
 
 def test_rule_takes_heads_first_then_rings_then_teams(monkeypatch):

@@ -21,9 +21,9 @@ from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.plan import main
 from startrail_jax.planner.command import _RECIPES
-from startrail_jax.planner.config_json import PRETRAINED, find_model
+from startrail_jax.planner.config_json import _DENSE, PRETRAINED, find_model
 from startrail_jax.planner.hardware import GPUS
-from startrail_jax.planner.models import MODELS
+from startrail_jax.planner.models import MODELS, MoESizes
 from startrail_jax.planner.planning import plan as plan_function
 from startrail_jax.planner.search import Search
 from train import read_command_line
@@ -36,9 +36,12 @@ from trainer.parallel.step_sizes import footprint
 from trainer.run.settings import save_config
 from trainer.tasks import TASKS
 
+TIED = "tie_word_embeddings"
+SLIDING, FULL = ["sliding_attention"], ["full_attention"]
 CLUSTER = "--nodes 8 --gpus-per-node 8 --gpu h100 --port 50GB/s"
 QWEN = {
-    **{"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
+    **{"model_type": "granite", "hidden_size": 4096, "num_hidden_layers": 36},
+    "num_attention_heads": 32,
     **{"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288},
     **{"vocab_size": 151936, "tie_word_embeddings": False},
 }
@@ -142,6 +145,10 @@ TWO_NODES = "--nodes 2 --gpus-per-node 2 --gpu h200 --port 50GB/s"
         (CLUSTER, "hugging face", "--half-duplex --latency 20us --seq-len 128K"),
         (CLUSTER, "flags", "--inside 100GB/s --zero 0 --remat none --seq-len 128K"),
         (TWO_NODES, "mistral", "--seq-len 64K"),
+        (TWO_NODES, "qwen3_5_9b", "--seq-len 256K --head 4"),
+        (CLUSTER, "qwen3_5_9b_1m", ""),
+        (CLUSTER, "llama3_70b", "--seq-len 128K"),
+        (TWO_NODES, "gpt_3b", "--windows 1K none --qk-norm --kv-heads 8 --outputs 64K"),
         ("--nodes 1 --gpus-per-node 2 --gpu h200", "gpt_7b", "--layers 2 --seq-len 64K"),
     ],
 )
@@ -155,9 +162,9 @@ def test_pasted_commands_give_the_setting_and_pass_the_checks_of_a_step(
     names = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")
     sizes = " ".join(f"--model.{x.replace('_', '-')} {model[x]}" for x in names)
     mine = f"gpt_7b {sizes} --model.vocab-size {model['outputs']}"
-    assert ("YOUR_RECIPE" in plan["command"]) == (
-        kind in ("hugging face", "flags") or "--la" in more
-    )
+    assert ("YOUR_RECIPE" in plan["command"]) == (kind in ("hugging face", "flags"))
+    if kind in RECIPES:
+        assert plan["seq_len"] == RECIPES[kind]().num_tokens or "--s" in more
     command = plan["command"].replace("YOUR_RECIPE", mine)
     config = checked(command, nodes * plan["cluster"]["gpus_per_node"])
     assert config.mesh.degrees == choice["degrees"]
@@ -165,7 +172,7 @@ def test_pasted_commands_give_the_setting_and_pass_the_checks_of_a_step(
     savings = {name: getattr(config, name) for name in ("zero", "remat", "offload")}
     assert savings == {name: choice["savings"][name] for name in savings}
     assert config.tile == choice["tile"]
-    assert config.attention.inner == choice["inner"]
+    assert (config.attention.inner, config.attention.head_chunks) == (choice["inner"], 1)
     assert config.attention.gradient_dtype == choice["gradient_dtype"]
     assert config.batch_size == plan["batch"]
     assert (config.num_tokens, config.kind) == (plan["seq_len"], plan["model"]["kind"])
@@ -217,7 +224,6 @@ def test_windows_of_layers_are_read(tmp_path, capsys):
     assert plan["model"]["windows"] == [4096, 4096, None]
 
 
-SLIDING, FULL = ["sliding_attention"], ["full_attention"]
 WINDOWS, OF_8 = {"use_sliding_window": True}, {"use_sliding_window": True, "sliding_window": 8}
 SAYINGS = [
     {},
@@ -279,16 +285,109 @@ def test_hugging_face_configs_of_other_shapes(tmp_path):
     same = {"name": "qwen3_8b"}
     assert dataclasses.replace(find_model(str(tmp_path)), **same) == MODELS["qwen3_8b"]
     hybrid = QWEN | {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4}
-    hybrid |= {"head_dim": 256, "vocab_size": 248_320}
+    hybrid |= {"head_dim": 256, "vocab_size": 248_320, "model_type": "qwen3_5_text"}
     path.write_text(json.dumps({"model_type": "qwen3_5", "text_config": hybrid}))
     model = find_model(str(tmp_path))
     same |= {"name": "qwen3_5_9b", "pretrained": None, "text_only": False}
     assert dataclasses.replace(model, **same) == MODELS["qwen3_5_9b"]
     assert (model.pretrained, model.text_only) == (str(tmp_path), True)
     old = {key: value for key, value in QWEN.items() if "key_value" not in key}
-    path.write_text(json.dumps(old | {"model_type": "gpt_neox", "head_dim": None}))
+    nulls = {"head_dim": None, "num_key_value_heads": None}
+    path.write_text(json.dumps(old | {"model_type": "gpt_neox"} | nulls))
     model = find_model(str(path))
     assert (model.mlp_matrices, model.kv_heads, model.head_dim) == (2, 32, 128)
+    outer = {"tie_word_embeddings": True, "text_config": {"model_type": "qwen2_5_vl_text"} | UNTIED}
+    path.write_text(json.dumps(outer))
+    assert find_model(str(path)).tied_head
+    nulls |= {"num_experts": None, "moe_intermediate_size": None, "sliding_window": None}
+    path.write_text(json.dumps(QWEN | {"model_type": "qwen3_moe"} | nulls))
+    model = find_model(str(path))
+    assert model.experts == MoESizes(count=128, top_k=8, width=768)
+    assert (model.kv_heads, model.head_dim, model.windows) == (32, 128, (None,))
+
+
+UNTIED = {key: value for key, value in QWEN.items() if key not in ("model_type", TIED)}
+# Of published files, what the layers of these architectures have that the planner does not count.
+UNCOUNTED = {
+    "zamba2": {"mamba_d_state": 64, "hybrid_layer_ids": [6, 12], "adapter_rank": 128},
+    "nemotron_h": {"hybrid_override_pattern": "M-M*-", "ssm_state_size": 128},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 2560},
+    "lfm2": {"layer_types": ["conv"] * 30 + FULL * 6, "conv_L_cache": 3},
+    "granitemoehybrid": {"mamba_n_heads": 48, "shared_intermediate_size": 4096},
+    "falcon_h1": {"mamba_d_ssm": 3072, "mamba_chunk_size": 256},
+    "jamba": {"attn_layer_period": 8, "mamba_expand": 2, "num_experts": 16},
+    "mamba2": {"state_size": 128, "num_heads": 128, "expand": 2},
+    "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64},
+    "deepseek_v3": {"kv_lora_rank": 512, "n_routed_experts": 256, "first_k_dense_replace": 3},
+    "gemma3n_text": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 15},
+    "gemma4_text": {"global_head_dim": 512, "num_kv_shared_layers": 18},
+    "llama4_text": {"interleave_moe_layer_step": 1, "layer_types": ["chunked_attention"] * 36},
+    "mllama_text_model": {"cross_attention_layers": [3, 8]},
+    "bert": {"type_vocab_size": 2},
+    "falcon": {"multi_query": True, "ffn_hidden_size": 18176},
+    None: {},
+}
+
+
+@pytest.mark.parametrize("kind", UNCOUNTED)
+@pytest.mark.parametrize("nested", [False, True])
+def test_architectures_that_are_not_counted_are_refused_by_name(kind, nested, tmp_path, capsys):
+    keys, path = UNCOUNTED[kind], tmp_path / "config.json"
+    values = QWEN | {"model_type": kind, "rope_theta": 1e4, "bos_token_id": 1} | keys
+    values = {"text_config": values} if nested else values
+    path.write_text(json.dumps(values | {"architectures": ["SomeForCausalLM"]}))
+    with refused(UnsupportedError, "SomeForCausalLM", repr(kind), *keys, "--allow-unknown") as told:
+        find_model(str(path))
+    assert not any(word in str(told.value) for word in ("rope_theta", "bos_token", "hidden_size,"))
+    command = f"{CLUSTER} {FEW} --model {path} --seq-len 64K --allow-unknown"
+    if {"num_experts", "n_routed_experts"} & {*keys}:
+        with refused(UnsupportedError, "experts"):
+            find_model(str(path), allow_unknown=True)
+        return
+    assert main(shlex.split(command)) == 0
+    shown = capsys.readouterr().out
+    assert (
+        f"SomeForCausalLM (model_type={kind!r}) is not known here: attention and a gated" in shown
+    )
+    assert all(key in shown for key in keys)
+    assert "train.py YOUR_RECIPE " in shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "more", "billions"),
+    [  # Width, layers, heads, key heads, MLP and tokens of published files, and their weights.
+        ("phi3", (3072, 32, 32, 32, 8192, 32_064), {"sliding_window": 2047}, 3.821),
+        ("phi", (2560, 32, 32, 32, 10_240, 51_200), {}, 2.780),
+        ("glm4", (4096, 40, 32, 2, 13_696, 151_552), {"head_dim": 128}, 9.400),
+        ("cohere", (8192, 40, 64, 64, 22_528, 256_000), {}, 34.981),
+        ("cohere2", (4096, 32, 32, 8, 14_336, 256_000), {}, 8.028),
+        ("arcee", (2560, 36, 20, 4, 18_432, 128_004), {"head_dim": 128}, 4.619),
+        ("gemma", (2048, 18, 8, 1, 16_384, 256_000), {}, 2.506),
+        ("olmo3", (4096, 32, 32, 32, 11_008, 100_278), {}, 7.298),
+        ("starcoder2", (4608, 32, 36, 4, 18_432, 49_152), {}, 7.174),
+        ("gpt_neox", (6144, 44, 64, 64, 24_576, 50_432), {}, 20.555),
+    ],
+)
+def test_weights_of_further_architectures_are_those_of_published_models(
+    kind, sizes, more, billions, tmp_path
+):
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    values = dict(zip((*names, "intermediate_size", "vocab_size"), sizes, strict=True))
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": kind} | more))
+    model = find_model(str(tmp_path))
+    assert model.elements / 1e9 == pytest.approx(billions, rel=1e-3)
+    windows = {"phi3": {2047}, "olmo3": {4096, None}, "cohere2": {4096, None}}
+    assert {*model.layer_windows} == windows.get(kind, {None})
+    assert model.layer_windows.count(None) in (0, model.layers // 4, model.layers)
+
+
+def test_types_of_layers_that_are_not_counted_are_refused(tmp_path):
+    types = ["linear_attention"] * 27 + FULL * 9
+    for kind, more in (("llama", types), ("olmo3", types), ("qwen3_next", SLIDING * 36)):
+        values = QWEN | {"model_type": kind, "layer_types": more}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        with refused(InputError, "layer_types", more[0]):
+            find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -329,10 +428,12 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
 
 def test_planner_knows_the_pretrained_models_of_the_program():
     assert set(PRETRAINED) == set(FAMILIES)
-    for kind, values in PRETRAINED.items():
+    for kind, values in {**PRETRAINED, **_DENSE}.items():
         fields = dataclasses.fields(transformers.CONFIG_MAPPING[kind])
         defaults = {field.name: field.default for field in fields}
         usual = dict(head_dim=None, tie_word_embeddings=False, sliding_window=None)
+        if kind.startswith("qwen2_"):
+            usual.pop("sliding_window")  # Without use_sliding_window, no layer has one.
         for key, value in usual.items():
             assert values.get(key, value) == defaults.get(key, value), (kind, key)
 
@@ -355,8 +456,7 @@ def test_memory_is_that_of_the_program(name, gpu):
         nodes=4, gpus_per_node=8, gpu=gpu, port="25GB/s", model=name, top=1, options=few,
         seq_len="512K",
     )  # fmt: skip
-    odd = "gpt_7b --model.layers 14 --model.windows 1024 1024 none"
-    config = trained(found.command.replace("YOUR_RECIPE", odd))
+    config = trained(found.command)
     objective = TASKS[config.kind].make_objective(config)
     # This also raises what the first step would raise.
     exact = footprint(config, objective, found.frugal.degrees)
@@ -387,23 +487,30 @@ def test_where_nothing_fits_the_least_memory_is_said(capsys):
             (f"{CLUSTER} --model {more}", message)
             for more, message in (
                 ("gpt_7b --efficiency 2", "--efficiency must be above 0 and at most 1; got 2.0"),
-                ("gpt_7b --latency soon", "a time of at least 0 with its unit; got 'soon'"),
-                ("gpt_7b --memory 0GB", "--memory must be a size above 0 with its unit; got '0GB'"),
-                ("gpt_7b --memory 80", "--memory must be a size above 0 with its unit; got '80'"),
+                ("gpt_7b --latency soon", "a finite time of at least 0 with its unit; got 'soon'"),
+                ("gpt_7b --memory 0GB", "--memory must be a size from a byte .*got '0GB'"),
+                ("gpt_7b --memory 80", "--memory must be a size from .* with its unit; got '80'"),
                 ("gpt_7b --memory 1e300GB", "with its unit; got '1e300GB'"),
-                ("gpt_7b --seq-len 1e400", "--seq-len must be a positive whole number; got"),
+                (
+                    "gpt_7b --seq-len 1e400",
+                    "--seq-len must be a whole number from 1 to 1099511627776",
+                ),
+                (
+                    "gpt_7b --seq-len 1000000000000000",
+                    "from 1 to 1099511627776; got '1000000000000000'",
+                ),
                 ("gpt_7b --seq-len 1e12 --batch 1e9", "must be small enough to count their byte"),
                 ("gpt_7b --latency 1e400s", "with its unit; got '1e400s'"),
-                ("gpt_7b --peak-flops x", "--peak-flops must be a number of FLOP/s"),
+                ("gpt_7b --peak-flops x", "--peak-flops must be a finite number of FLOP/s"),
                 ("gpt_7b --peak-flops 989", "FLOP/s above 0 with its unit; got '989'"),
                 ("{}/bad.json", "the file is no JSON"),
                 ("{}/empty.json", "it has no 'hidden_size'"),
                 (
                     "{}/experts.json",
-                    "experts are planned for models of llama, .*model_type=None with num_experts=8",
+                    "experts are planned for models of mixtral, .*=granite with num_experts=8",
                 ),
                 ("gpt_7b --head-dim 127", "--head-dim must be even, for rotary positions; got"),
-                ("gpt_7b --windows 512 0", "--windows must be a positive whole number; got '0'"),
+                ("gpt_7b --windows 512 0", "--windows must be a whole number from 1 to .*got '0'"),
                 ("gpt_3b --windows full", "got 'full'.*For a layer without a window, write none."),
                 (
                     "gpt_3b --windows 512 512 512 none --layers 2",
@@ -427,7 +534,7 @@ def test_where_nothing_fits_the_least_memory_is_said(capsys):
 )
 def test_mistakes_on_the_command_line(arguments, message, tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{")
-    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "empty.json").write_text('{"model_type": "llama"}')
     save_config(RECIPES["gpt_tiny"](), tmp_path / "run.json")
     (tmp_path / "experts.json").write_text(json.dumps(QWEN | {"num_experts": 8}))
     assert main(shlex.split(arguments.format(tmp_path))) == 2
@@ -460,6 +567,15 @@ def test_a_reader_that_leaves_ends_the_plan_quietly(monkeypatch, capfd):
         monkeypatch.undo()
     assert status in (0, 1)
     assert not capfd.readouterr().err
+
+
+def test_help_begins_with_a_line_of_usage(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    usage, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert usage.startswith("usage: python -m startrail_jax.plan --nodes N --gpus-per-node N ")
+    assert "\n" not in usage
+    assert rest.startswith("Finds the fastest setting")
 
 
 @pytest.mark.slow
