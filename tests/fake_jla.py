@@ -24,7 +24,8 @@ def gated_delta_rule(
     assert g.shape == beta.shape == v.shape[:3]
     assert g.dtype == beta.dtype == initial_state.dtype == jnp.float32
     assert initial_state.shape == (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    # Like the kernels, it sums the gradients of a shared head in float32.
+    q, k = (jnp.repeat(x.astype(jnp.float32), v.shape[2] // x.shape[2], axis=2) for x in (q, k))
     same = jnp.ones(v.shape[:2], bool)
     if segment_ids is not None:
         same = same.at[:, 1:].set(segment_ids[:, 1:] == segment_ids[:, :-1])

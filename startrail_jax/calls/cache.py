@@ -188,9 +188,12 @@ class Decoding(Arguments):
     ) -> Array:
         """`decode_local`, after a choice of heads where all `kv_heads` lie on every device."""
         if kv_heads % self.degrees.tensor:
-            needed = collectives.needed_heads(kv_heads, self.degrees.head, self.axes["tensor"])
+            tensor = self.axes["tensor"]
+            needed = collectives.needed_heads(kv_heads, self.degrees.head, tensor)
             needed = needed[:: self.key_copies(kv_heads)]
-            key, value = (jnp.take(x, needed, axis=2, mode="clip") for x in (key, value))
+            key, value = (
+                collectives.copy_heads(x, needed, tensor).astype(x.dtype) for x in (key, value)
+            )
         heads = query.shape[2]
         first = collectives.index(self.axes["tensor"]) * heads
         own = {

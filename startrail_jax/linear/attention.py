@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -301,7 +302,8 @@ class LinearAttention(Sharded):
         self, returns_last: bool, x: Array, kernel: Array, first: Array, ids: Array | None
     ) -> tuple[Array, Any]:
         """What one device computes of a convolution."""
-        x, kernel, first, ids = alike(x, kernel, first, ids)
+        # In float32, for the sum of its gradient over devices.
+        x, kernel, first, ids = alike(x, kernel.astype(jnp.float32), first, ids)
         here = x.shape[1] // self._line.slices
         if here < first.shape[1]:
             raise InputError(
@@ -362,9 +364,10 @@ class LinearAttention(Sharded):
         tensor = self.axes["tensor"]
         if count % tensor.degree == 0:
             return x
-        here = heads // tensor.degree
-        states = collectives.index(tensor) * here + jnp.arange(here)
-        return jnp.take(x, states // (heads // count), axis=2)
+        here, of_head = heads // tensor.degree, heads // count
+        neighbours = math.gcd(here, of_head)
+        states = collectives.index(tensor) * here + jnp.arange(0, here, neighbours)
+        return collectives.copy_heads(x, states // of_head, tensor).astype(x.dtype)
 
     def communication(
         self,

@@ -26,7 +26,7 @@ def conv_on_device(
     number = None
     if ids is not None:
         number = _documents(with_tokens_before(ids, _first_ids(ids, extra), axis, zigzag=zigzag))
-    inputs = with_tokens_before(x, first, axis, zigzag=zigzag)
+    inputs = with_tokens_before(x, first, axis, zigzag=zigzag, dtype=jnp.float32)
     return _summed(inputs, kernel, number).astype(x.dtype).reshape(x.shape)
 
 
@@ -35,21 +35,22 @@ def conv_of_all(
 ) -> tuple[Shaped[Array, "b t *m"], Shaped[Array, "b e *m"]]:
     """The convolution of tokens that are all here, and the last inputs."""
     inputs = jnp.concatenate([first, x], 1)
-    out = _summed(inputs[:, None], kernel, None).astype(x.dtype).reshape(x.shape)
+    out = _summed(inputs[:, None].astype(jnp.float32), kernel, None)
+    out = out.astype(x.dtype).reshape(x.shape)
     return out, inputs[:, inputs.shape[1] - first.shape[1] :]
 
 
 def _summed(
-    inputs: Shaped[Array, "b s et *m"],
+    inputs: Float32[Array, "b s et *m"],
     kernel: Shaped[Array, "w *m"],
     number: Int32[Array, "_ _ et"] | None,
 ) -> Float32[Array, "b s t *m"]:
-    extra = kernel.shape[0] - 1
+    extra, kernel = kernel.shape[0] - 1, kernel.astype(jnp.float32)
     t = inputs.shape[2] - extra
     out = jnp.zeros((*inputs.shape[:2], t, *inputs.shape[3:]), jnp.float32)
     for i in range(extra + 1):
-        weight = kernel[i].astype(jnp.float32).reshape(1, 1, 1, *kernel.shape[1:])
-        term = inputs[:, :, i : i + t].astype(jnp.float32)
+        weight = kernel[i].reshape(1, 1, 1, *kernel.shape[1:])
+        term = inputs[:, :, i : i + t]
         if number is not None:
             term = kept(number[..., i : i + t] == number[..., extra:], term)
         out = out + weight * term

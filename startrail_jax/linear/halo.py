@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped
@@ -11,23 +13,29 @@ from startrail_jax.rings import collectives
 
 
 def with_tokens_before(
-    x: Shaped[Array, "b t *m"], first: Shaped[Array, "b e *m"], axis: Axis, *, zigzag: bool
+    x: Shaped[Array, "b t *m"],
+    first: Shaped[Array, "b e *m"],
+    axis: Axis,
+    *,
+    zigzag: bool,
+    dtype: Any = None,
 ) -> Shaped[Array, "b s et *m"]:
     """The slices of a device, p and 2P - 1 - p in zigzag order, behind the e tokens before them.
 
     Other devices send these, in one message, or two under zigzag. A slice has at least e tokens;
-    `first` stands before the first token of all.
+    `first` stands before the first token of all. With a `dtype`, the result has it, and gradients
+    are summed in it; messages have that of x.
     """
     n, p, extra = axis.degree, collectives.index(axis), first.shape[1]
     up, down = (pairs_along(n, 1, way) for way in (True, False))
-    slices = x.reshape(x.shape[0], 2 if zigzag else 1, -1, *x.shape[2:])
-    tails = slices[:, :, slices.shape[2] - extra :]
+    slices = x.reshape(x.shape[0], 2 if zigzag else 1, -1, *x.shape[2:]).astype(dtype or x.dtype)
+    tails = slices[:, :, slices.shape[2] - extra :].astype(x.dtype)
     early = collectives.permute(tails[:, 0], axis, up) if n > 1 else first
     before = [jnp.where(p == 0, first, early)]
     if zigzag:  # The late slice of the last device comes right after its early one.
         late = collectives.permute(tails[:, 1], axis, down) if n > 1 else tails[:, 0]
         before.append(jnp.where(p == n - 1, tails[:, 0], late))
-    return jnp.concatenate([jnp.stack(before, 1), slices], 2)
+    return jnp.concatenate([jnp.stack(before, 1).astype(slices.dtype), slices], 2)
 
 
 def pairs_along(n: int, distance: int, up: bool) -> list[tuple[int, int]]:

@@ -105,9 +105,10 @@ def _run(call: LinearCall, states: Array, *blocks: Array) -> tuple[Array, Array]
     rows, length = math.prod(groups), math.prod(tokens)
     keys = math.lcm(query.shape[5], key.shape[5])
 
-    def by_head(x: Array, heads: int) -> Array:
-        x = x.reshape(rows, length, *x.shape[5:])
-        return jnp.repeat(x, heads // x.shape[2], axis=2)
+    def by_head(x: Array, heads: int, dtype: Any) -> Array:
+        # The gradients of a head are summed over its copies, in float32.
+        x = x.reshape(rows, length, *x.shape[5:]).astype(jnp.float32)
+        return jnp.repeat(x, heads // x.shape[2], axis=2).astype(dtype)
 
     state, ids = states.reshape(rows, *states.shape[3:]), None
     if call.packed:
@@ -116,11 +117,11 @@ def _run(call: LinearCall, states: Array, *blocks: Array) -> tuple[Array, Array]
         # The kernel knows of no document that begins at the first token.
         state = jnp.where(fresh[:, 0, None, None, None] > 0, 0, state)
     out, after = gated_delta_rule(
-        by_head(query, keys),
-        by_head(key, keys),
-        by_head(value, call.heads),
-        jnp.maximum(by_head(decay, call.heads)[..., 0].astype(jnp.float32), LEAST),
-        by_head(beta, call.heads).astype(jnp.float32),
+        by_head(query, keys, query.dtype),
+        by_head(key, keys, key.dtype),
+        by_head(value, call.heads, value.dtype),
+        jnp.maximum(by_head(decay, call.heads, jnp.float32)[..., 0], LEAST),
+        by_head(beta, call.heads, jnp.float32),
         scale=call.scale,
         initial_state=state,
         output_final_state=True,

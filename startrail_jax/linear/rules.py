@@ -34,14 +34,16 @@ LEAST = -1e4
 class Chunk(NamedTuple):
     """Inputs of chunks: m is any number of dimensions, c tokens of a chunk."""
 
-    query: Float[Array, "*m c k"]
-    key: Float[Array, "*m c k"]
-    value: Float[Array, "*m c v"]
+    query: Float32[Array, "*m c k"]
+    key: Float32[Array, "*m c k"]
+    value: Float32[Array, "*m c v"]
     decay: Float32[Array, "*m c g"]
     """Logarithms: of each channel of a key, or one for all of them."""
     beta: Float32[Array, "*m c"]
     document: Int32[Array, "*m c"]
     """How many documents have begun in the chunk, up to each token."""
+    dtype: Any
+    """The type of matrix products: that of the inputs."""
 
 
 class ChunkTerms(NamedTuple):
@@ -141,8 +143,7 @@ class _Delta(StateRule):
     def terms(self, chunk: Chunk) -> ChunkTerms:
         sums, same = _sums(chunk.decay), _same_document(chunk)
         before, after = _borders(chunk, sums)
-        dtype, beta = chunk.key.dtype, chunk.beta[..., None]
-        query, key, value = _wide(chunk)
+        (query, key, value), dtype, beta = chunk[:3], chunk.dtype, chunk.beta[..., None]
         of_keys = _products(key * beta, key, sums, dtype)
         scores = _products(query, key, sums, dtype)
         system = jnp.where(same, jnp.tril(of_keys, -1), 0)
@@ -212,7 +213,7 @@ class SSD(StateRule):
     def terms(self, chunk: Chunk) -> ChunkTerms:
         sums, same = _sums(chunk.decay), _same_document(chunk)
         before, after = _borders(chunk, sums)
-        dtype, (query, key, value) = chunk.key.dtype, _wide(chunk)
+        (query, key, value), dtype = chunk[:3], chunk.dtype
         scores = _products(query, key, sums, dtype)
         return ChunkTerms(
             end=before[..., -1, :, None],
@@ -287,11 +288,6 @@ def _values(terms: ChunkTerms, state: Array) -> Array:
     if terms.known is None:
         return terms.new
     return terms.new - dot("...ck,...kv->...cv", terms.known, state)
-
-
-def _wide(chunk: Chunk) -> tuple[Array, ...]:
-    """Query, key and value in float32, whatever jax's rules of promotion are."""
-    return tuple(x.astype(jnp.float32) for x in chunk[:3])
 
 
 def _same_document(chunk: Chunk) -> Array:

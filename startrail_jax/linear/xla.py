@@ -104,16 +104,18 @@ def _terms(call: LinearCall, chunk: tuple[Array, ...]) -> ChunkTerms:
     query, key, value, decay, beta, document = chunk
 
     def by_head(x: Array) -> Array:
-        x = jnp.moveaxis(x, 4, 3)
+        # The gradients of a head are summed over its states, in float32.
+        x = jnp.moveaxis(x, 4, 3).astype(jnp.float32)
         return jnp.repeat(x, call.heads // x.shape[3], axis=3)
 
     return call.rule.terms(
         Chunk(
-            query=(by_head(query) * call.scale).astype(query.dtype),
+            query=by_head(query) * call.scale,
             key=by_head(key),
             value=by_head(value),
-            decay=jnp.maximum(by_head(decay).astype(jnp.float32), LEAST),
-            beta=by_head(beta).astype(jnp.float32),
+            decay=jnp.maximum(by_head(decay), LEAST),
+            beta=by_head(beta),
             document=document[:, :, :, None],
+            dtype=key.dtype,
         )
     )

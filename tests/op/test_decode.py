@@ -1,6 +1,7 @@
 """Decoding: a few new tokens attend to a cache that lies sharded over the sequence axes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,18 @@ def test_gradients_flow_through_decode(degrees):
     assert relative_error(found[0], wanted.query[rows, positions]) <= FLOAT32_ERROR
     for mine, theirs in zip(found[1:], (wanted.key, wanted.value), strict=True):
         assert relative_error(attention.unshard(mine), theirs) <= FLOAT32_ERROR
+
+
+def test_gradients_of_decode_are_summed_over_devices_in_float32():
+    """Those of a query over its slots' devices, and those of a key head over its tensor ranks."""
+    problem = draw(kv_heads=1, dtype="bfloat16")
+    attention = attention_on(st.Degrees(ring=2, tensor=4))
+    *placed, positions = place(attention, *problem)
+    gradient = jax.grad(lambda *x: attention.decode(*x, positions).sum(), argnums=(0, 1, 2))
+    text = jax.jit(gradient).lower(*placed).as_text()
+    sums = re.findall(r"all_reduce.*?\n    *\}\) :.*?-> tensor<(?:\d+x)*(\w+)>", text, re.S)
+    assert len(sums) == 5
+    assert {*sums} == {"f32"}
 
 
 # Masks, most of which show a query within the slots as much as a causal one, and what they mean.

@@ -309,6 +309,54 @@ def test_sixteen_bits_are_as_exact_as_on_one_device(rule):
     assert errors[1] <= 1.2 * errors[0]
 
 
+def in_sixteen_bits(*arrays):
+    """Arrays in bfloat16, and the same numbers in float32."""
+    narrow = [np.asarray(x).astype(jnp.bfloat16) for x in arrays]
+    return narrow, [x.astype(np.float32) for x in narrow]
+
+
+def root_mean_square(found, wanted):
+    return np.sqrt(np.mean((np.asarray(found).astype(np.float64) - wanted) ** 2))
+
+
+@pytest.mark.slow_except_every(3)
+@pytest.mark.parametrize(
+    ("degrees", "layout"),
+    [
+        (st.Degrees(), "contiguous"),
+        (st.Degrees(ring=4), "zigzag"),
+        (st.Degrees(tensor=8), "contiguous"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("rule", "backend", "heads"),
+    [
+        *((rule, "xla", (1, 1, 40)) for rule in RULES),
+        *(("gated_delta", "jla", heads) for heads in ((1, 2, 40), (40, 40, 1))),
+    ],
+)
+def test_gradients_of_shared_heads_are_float32_sums(
+    rule, backend, heads, degrees, layout, monkeypatch
+):
+    """In 16 bits they are as exact as heads that are written out, and summed in float64."""
+    fake_jla.install(monkeypatch)
+    arrays = inputs(rule, 64, heads=heads, dims=(16, 8), seed=15, batch=1)
+    tokens = [0, 1, 2, 6]
+    narrow, wide = in_sixteen_bits(*(arrays[i] for i in tokens))
+    given, exact = list(arrays), list(arrays)
+    for i, x, y in zip(tokens, narrow, wide, strict=True):
+        given[i], exact[i] = x, y
+    options = dict(delta=rule != "ssd", scale=16**-0.5 if rule != "ssd" else 1.0)
+    wanted = oracle.gradients(*exact[:5], exact[6], exact[7], **options, state=exact[5])
+    shared = computed(attention_on(degrees, rule, layout=layout, backend=backend), given)[2]
+    given[:3] = (np.repeat(x, 40 // x.shape[2], axis=2) for x in narrow[:3])
+    written = computed(attention_on(st.Degrees(), rule, backend=backend), given)[2]
+    for name, count, found, each, right in zip(NAMES, heads, shared, written, wanted, strict=False):
+        total = each.astype(np.float64).reshape(1, 64, count, 40 // count, -1).sum(3)
+        bound = 1.25 * root_mean_square(total.astype(jnp.bfloat16), right)
+        assert root_mean_square(found, right) <= bound, name
+
+
 @pytest.mark.parametrize(("rule", "backend"), [*((x, "xla") for x in RULES), (RULES[0], "jla")])
 def test_it_traces_under_x64_and_strict_promotion(rule, backend, monkeypatch):
     fake_jla.install(monkeypatch)
@@ -399,6 +447,35 @@ def test_convolution_is_exact(width, has_first, degrees, layout, shape):
             gradient = attention.unshard(gradient) if name == "x" else np.asarray(gradient)
             found = (gradient.astype(np.float64) * step).sum()
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("degrees", "layout"),
+    [
+        (st.Degrees(), "contiguous"),
+        (st.Degrees(ring=8), "contiguous"),
+        (st.Degrees(ring=2, data=2, tensor=2), "zigzag"),
+    ],
+)
+def test_gradients_of_a_convolution_in_sixteen_bits_are_rounded_once(degrees, layout):
+    """Also those of the kernel, over all devices; what a slice gets from the next is sent so."""
+    width, shape = 8, (2, 64, 6)
+    rng = np.random.default_rng(17)
+    (x, kernel, dout), (wide, weights, cotangent) = in_sixteen_bits(
+        *(rng.normal(size=y) for y in (shape, (width, 6), shape))
+    )
+    attention = attention_on(degrees, "ssd", layout=layout)
+    _, pull = jax.vjp(attention.causal_conv, attention.shard(x), jnp.asarray(kernel))
+    dx, dkernel = pull(attention.shard(dout))
+    inputs = np.pad(wide.astype(np.float64), [(0, 0), (width - 1, 0), (0, 0)])
+    ahead = np.pad(cotangent.astype(np.float64), [(0, 0), (0, width - 1), (0, 0)])
+    wanted = sum(ahead[:, i : i + 64] * weights[width - 1 - i] for i in range(width))
+    of_kernel = np.stack([(inputs[:, i : i + 64] * cotangent).sum((0, 1)) for i in range(width)])
+    once = root_mean_square(wanted.astype(jnp.bfloat16), wanted)
+    borders = 1.0 if degrees.sequence == 1 else 1.2
+    assert root_mean_square(attention.unshard(dx), wanted) <= 1.01 * borders * once
+    once = root_mean_square(of_kernel.astype(jnp.bfloat16), of_kernel)
+    assert root_mean_square(dkernel, of_kernel) <= 1.01 * once
 
 
 @pytest.mark.parametrize("rule", RULES)
