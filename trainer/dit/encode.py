@@ -101,11 +101,11 @@ def encode(options: EncodeOptions) -> list[str]:
     out = options.out
     (out / CLIPS).mkdir(parents=True, exist_ok=True)
     if (out / ENCODED).is_file():
-        _require_same(json.loads((out / ENCODED).read_text()), about, out)
+        _require_same(json.loads((out / ENCODED).read_bytes()), about, out)
     else:
         _write_tensors(out / EMPTY, {"text": models.text("", most=options.text_tokens)})
         text = json.dumps(about, indent=2) + "\n"
-        _write_whole(out / ENCODED, lambda part: part.write_text(text))
+        _write_whole(out / ENCODED, lambda part: part.write_text(text, encoding="utf-8"))
     index, count = options.process
     done = {line.file for line in read_lines(out)}
     mine = [video for video in found[index::count] if file_of(video.file) not in done]
@@ -113,7 +113,7 @@ def encode(options: EncodeOptions) -> list[str]:
     shape, errors = Shape(options.frames, options.pixels, options.rate), []
     from rich.progress import track
 
-    with (out / f"clips-{index}-of-{count}.jsonl").open("a") as lines:
+    with (out / f"clips-{index}-of-{count}.jsonl").open("a", encoding="utf-8") as lines:
         for video in track(mine, "encoding", disable=not sys.stdout.isatty()):
             try:
                 tensors = models.video(read_video(options.videos / video.file, shape))

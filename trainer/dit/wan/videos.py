@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 
 from startrail_jax.errors import InputError, UserError
 from trainer.data.files import walk_files
-from trainer.data.opening import json_lines, reading
+from trainer.data.opening import json_lines, read_utf8, reading
 from trainer.errors import MissingPackageError
 
 SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -60,8 +60,7 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
     for file in files:
         beside = (folder / file).with_suffix(".txt")
         if captions is None and beside.is_file():
-            with reading(beside):
-                known[file] = beside.read_text().strip()
+            known[file] = read_utf8(beside).strip()
         if known.get(file):
             found.append(Video(file, known[file]))
         else:
