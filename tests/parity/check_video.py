@@ -1,6 +1,6 @@
 """From files of videos to files of videos: every command, with tiny random models of diffusers.
 
-pip install -e '.[parity]'
+pip install -e '.[video]'
 python tests/parity/check_video.py      # 3 minutes; ends with an error if something differs
 """
 
@@ -8,8 +8,10 @@ import json
 import subprocess
 import sys
 import tempfile
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import ml_dtypes  # noqa: F401  For safetensors.
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ sys.path[:0] = [str(ROOT)]
 from trainer.dit.wan.videos import Shape, read_video, write_video  # noqa: E402
 
 COLOURS = {"red": (220, 30, 30), "blue": (30, 30, 220), "dark": (20, 20, 20)}
+CODECS = {".mkv": "libx264", ".mp4": "libx264", ".avi": "mpeg4", ".webm": "libvpx"}
 TINY = "--model.dtype float32 --steps 2 --batch-size 2 --validation-sequences 2 --log-every 1 "
 TINY += "--no-tensorboard --devices 4 --size 2 4 4"
 
@@ -46,6 +49,7 @@ def main():
         folder = Path(name)
         make_videos(folder / "videos")
         check_reading(folder / "videos")
+        check_times(folder)
         for kind in ("text", "image", "image 2.1"):
             check(folder / kind.replace(" ", "_"), folder / "videos", kind)
     print("all equal")
@@ -75,6 +79,27 @@ def check_reading(folder):
     twice = read_video(folder / "2.mp4", shape._replace(rate=32.0))
     np.testing.assert_array_equal(twice[0:9:2], whole[:5])
     assert len(read_video(folder / "0.mp4", shape)) == 5
+
+
+def check_times(folder):
+    """In each format, frames have the same times, whenever the first is shown."""
+    for suffix, codec in CODECS.items():
+        for first in (0, 5, 16):
+            path = folder / f"times{suffix}"
+            with av.open(str(path), "w") as container:
+                stream = container.add_stream(codec, rate=16)
+                stream.height, stream.width, stream.pix_fmt = 64, 64, "yuv420p"
+                stream.bit_rate = 500_000
+                for number in range(20):
+                    grey = np.full((64, 64, 3), 20 + 10 * number, np.uint8)
+                    frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
+                    frame.pts, frame.time_base = first + number, Fraction(1, 16)
+                    container.mux(stream.encode(frame))
+                container.mux(stream.encode())
+            for rate, taken in ((16, range(17)), (8, range(0, 17, 2)), (32, np.arange(17) // 2)):
+                found = read_video(path, Shape((9, 17), ((64, 64),), float(rate)))
+                numbers = [round((picture.mean() - 20) / 10) for picture in found]
+                assert numbers == list(taken)[: len(numbers)], (path.name, first, rate, numbers)
 
 
 def make_pipeline(folder, kind):

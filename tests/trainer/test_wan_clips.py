@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from fractions import Fraction
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import ml_dtypes
@@ -21,6 +23,7 @@ from trainer.dit.wan.batches import clip_batch
 from trainer.dit.wan.clips import open_clips
 from trainer.dit.wan.config import ClipConfig, FlowConfig
 from trainer.dit.wan.digits import STEPS, MovingDigits, embedded
+from trainer.dit.wan.videos import find_videos, frames_shown, without_wait
 
 pytestmark = pytest.mark.quick
 
@@ -204,6 +207,95 @@ def test_wrong_file_is_named_when_it_is_read(tmp_path, damage, words):
     damage(config.data.path / "clips" / name)
     with refused(InputError, words, name):
         data.train[2]
+
+
+def rounded(rate, tick, start=0.0):
+    """Times in ticks of 20 frames of a constant rate, of which the first is at `start` seconds."""
+    return [int((start + k / rate) / tick + 0.5) for k in range(20)]
+
+
+MKV, MP4 = Fraction(1, 1000), Fraction(1, 16000)
+
+
+@pytest.mark.parametrize("start", [0, 1, 0.0005, 0.0137])
+@pytest.mark.parametrize(
+    ("times", "tick", "rate", "taken"),
+    [
+        *[
+            (lambda start, tick=tick, of=of: rounded(of, tick, start), tick, rate, taken)
+            for tick in (MKV, MP4)
+            for of, rate, taken in (
+                (16, 16, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+                (16, 8, [0, 2, 4, 6, 8, 10, 12, 14, 16]),
+                (16, 32, [0, 0, 1, 1, 2, 2, 3, 3, 4]),
+                (24, 16, [0, 1, 3, 4, 6, 7, 9, 10, 12]),
+                (29.97, 29.97, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+            )
+        ],
+        # A tick of avi is a frame, so that times are exact.
+        *[
+            (lambda start: [round(16 * start) + k for k in range(20)], Fraction(1, 16), rate, taken)
+            for rate, taken in (
+                (16, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+                (12, [0, 1, 2, 4, 5, 6, 8, 9, 10]),
+                (15, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+                (32, [0, 0, 1, 1, 2, 2, 3, 3, 4]),
+            )
+        ],
+        # A picture that stays for a while, and two at once.
+        (lambda start: [7, 107, 507, 508, 607], MKV, 10, [0, 1, 1, 1, 1, 2, 4]),
+        (lambda start: [5], MKV, 16, [0]),
+        (lambda start: [], MKV, 16, []),
+    ],
+)
+def test_frames_are_those_shown_at_each_time_after_the_first(start, times, tick, rate, taken):
+    frames = [(time, number) for number, time in enumerate(times(start))]
+    assert list(islice(frames_shown(frames, tick=tick, rate=float(rate)), 9)) == taken
+
+
+@pytest.mark.parametrize(
+    ("times", "wanted"),
+    [
+        ([0, 17, 18, 19], [16, 17, 18, 19]),
+        ([0, 1, 2], [0, 1, 2]),
+        ([0, 1, 9], [0, 1, 9]),
+        ([0], [0]),
+    ],
+)
+def test_avi_begins_with_its_first_frame_however_late(times, wanted):
+    frames = zip(times, "abcd", strict=False)
+    assert list(without_wait(frames)) == list(zip(wanted, "abcd", strict=False))
+
+
+@pytest.mark.parametrize("place", ["a.txt", "captions.jsonl"])
+def test_captions_are_utf8_without_a_mark(tmp_path, place):
+    caption = "\u201cDrachen\u201d \u2028 f\u00e4hrt"
+    (tmp_path / "a.mp4").touch()
+    line = json.dumps({"file": "a.mp4", "caption": caption}, ensure_ascii=False) + "\n"
+    path = tmp_path / place
+    path.write_text(caption if place == "a.txt" else line, encoding="utf-8-sig")
+    lines = path if place != "a.txt" else None
+    assert find_videos(tmp_path, lines) == [("a.mp4", caption)]
+    path.write_bytes("fährt".encode("latin-1"))
+    with refused(InputError, "must be UTF-8", place):
+        find_videos(tmp_path, lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gone", "must exist; got FileNotFoundError"),
+        ("file", "must be a folder; got NotADirectory"),
+    ],
+)
+def test_folder_that_is_none_is_said_to_be_none(tmp_path, name, words):
+    (tmp_path / "file").touch()
+    with refused(InputError, words, name, "Correct the path"):
+        find_videos(tmp_path / name, None)
+    if name == "gone":
+        (tmp_path / "a.mp4").touch()
+        with refused(InputError, words, "gone.jsonl"):
+            find_videos(tmp_path, tmp_path / "gone.jsonl")
 
 
 def test_unknown_words_are_named():
