@@ -22,9 +22,15 @@ MADE_BY_BUILD = {"PKG-INFO", "LICENSE", "README.md", "pyproject.toml", ".gitigno
 
 def check_version(tag: str | None) -> str:
     """Returns the version, which pyproject.toml, CITATION.cff, CHANGELOG.md and the tag share."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    changed = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
+    cited = re.search(
+        r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    changed = re.search(
+        r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     for name, found in (("CITATION.cff", cited), ("CHANGELOG.md", changed)):
         number = found[1] if found else None
         assert number == version, f"{name} must have version {version} first; got {number}"

@@ -46,7 +46,7 @@ def check_message_without_chex() -> None:
 
 def run_example(readme: Path) -> None:
     """Runs the first Python block of README that imports the package."""
-    blocks = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
     example = next(block for block in blocks if "import startrail_jax" in block)
     exec(compile(example, str(readme), "exec"), {"__name__": "example"})
 

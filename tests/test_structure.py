@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,24 @@ def imports(path):
     return frozenset(found)
 
 
+def without_encoding(path):
+    """Lines of a file that read or write text in the encoding of the locale."""
+    for node in nodes(path):
+        if not isinstance(node, ast.Call) or any(x.arg == "encoding" for x in node.keywords):
+            continue
+        of = node.func
+        name = of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", None)
+        modes = [x.value for x in (*node.args, *(x.value for x in node.keywords)) if is_mode(x)]
+        # Of an `open` that is no file's, such as that of PyAV, the first argument says more.
+        is_file = name == "open" and len(modes) == len(node.args) and "b" not in "".join(modes)
+        if (name in ("read_text", "write_text") and isinstance(of, ast.Attribute)) or is_file:
+            yield node.lineno
+
+
+def is_mode(node):
+    return isinstance(node, ast.Constant) and re.fullmatch(r"[rwxab+t]{1,3}", str(node.value))
+
+
 def our_modules(path):
     """The modules of this repository that a file imports; folders where it names no module."""
     ours = set()
@@ -127,6 +146,11 @@ def unit_of(module):
         if module == unit or (module.startswith(f"{unit}.") and unit != OP)
     ]
     return max(found)[1:] if found else (None, None)
+
+
+@pytest.mark.parametrize("path", files(), ids=file_id)
+def test_text_is_utf8_in_every_locale(path):
+    assert list(without_encoding(path)) == []
 
 
 @pytest.mark.parametrize("path", files(), ids=file_id)

@@ -51,7 +51,7 @@ def replace_text(path: Path, text: str) -> None:
     """Writes a file of one text, of which a reader finds the old one or the new one whole, also
     after a power failure once it has returned."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text + "\n")
+    part.write_text(text + "\n", encoding="utf-8")
     flush(part)
     rename(part, path)
 

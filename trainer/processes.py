@@ -162,7 +162,7 @@ def _watch(
             if known.get(path) == when or over.is_set():
                 continue
             with contextlib.suppress(OSError, UnicodeError):
-                why = path.read_text().partition("\n")[0].rstrip(".")
+                why = path.read_text(encoding="utf-8").partition("\n")[0].rstrip(".")
                 _let_others_look(_index(options))
                 end_now(
                     f"This process ends because another process failed: {why} (see {path}). "
@@ -180,7 +180,11 @@ def _fail(error: BaseException, folder: Path | None, options: Distributed) -> No
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 part = folder / f"{index}.part"
-                part.write_text(f"{name}: {type(error).__name__}: {short}\n\n{describe(error)}\n")
+                part.write_text(
+                    f"{name}: {type(error).__name__}: {short}\n\n{describe(error)}\n",
+                    encoding="utf-8",
+                    errors="backslashreplace",
+                )
                 part.replace(part.with_suffix(".txt"))
                 _let_others_look(index)
     finally:  # Even if a second Ctrl-C comes.

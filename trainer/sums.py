@@ -47,7 +47,7 @@ def check_sums(
     file = folder / SUMS_FILE  # The errors name it.
     must = "Files with checksums must be as they were written; got"
     try:
-        sums = dict(json.loads(file.read_text()))
+        sums = dict(json.loads(file.read_bytes()))
         for name, expected in sums.items():
             file = folder / name
             if sha256_of(file, advance) != expected:

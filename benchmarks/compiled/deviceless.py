@@ -69,7 +69,7 @@ def gpu_topology(target: str, num_devices: int) -> Any:
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
-        target_config=(TARGETS / f"{target}.txtpb").read_text(),
+        target_config=(TARGETS / f"{target}.txtpb").read_text(encoding="utf-8"),
         # Partitions of fast links, hosts, devices of a host.
         topology=f"1x{num_devices // per_host}x{per_host}",
     )

@@ -118,7 +118,7 @@ def find_model(name: str, *, allow_unknown: bool = False) -> ModelSizes:
             "--heads, --kv-heads, --head-dim, --mlp-width and --outputs."
         )
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_bytes())
     except ValueError as error:
         raise InputError(f"--model {name}: the file is no JSON: {error}. Give another.") from None
     if not isinstance(settings, dict):

@@ -75,7 +75,7 @@ def read_lengths(given: str) -> np.ndarray:
         drawn = np.random.default_rng(0).lognormal(np.log(median), spread, _DRAWN)
         return np.maximum(drawn, 1).astype(np.int64)
     try:
-        lengths = np.loadtxt(Path(given), np.int64, ndmin=1)
+        lengths = np.loadtxt(Path(given), np.int64, ndmin=1, encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InputError(
             "--lengths must be lognormal:MEDIAN,MEAN or a text file with the tokens of a document "

@@ -198,7 +198,7 @@ def lose_power(run_dir: Path, flushed: Path, random: np.random.Generator) -> Non
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     """Step and training loss of every whole line of metrics.jsonl that has a training loss."""
     path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [(x["step"], x["train_loss"]) for x in records if "train_loss" in x]
 

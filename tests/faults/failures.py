@@ -105,7 +105,7 @@ class Processes:
             process.wait()
 
     def output(self, index: int) -> str:
-        return self._logs[index].read_text()
+        return self._logs[index].read_text(encoding="utf-8")
 
     def outputs(self) -> str:
         return "".join(f"--- process {index}\n{self.output(index)}" for index in range(self.count))

@@ -62,7 +62,7 @@ def after_power_failure(
 def _make_folder(number, live, flushed, out, survives) -> None:
     out.mkdir(parents=True)
     listed = flushed / _folder_name(number)
-    entries = json.loads(listed.read_text()) if listed.exists() else {}
+    entries = json.loads(listed.read_text(encoding="utf-8")) if listed.exists() else {}
     if live is not None and survives():
         entries = {x.name: x.inode() for x in os.scandir(live)}
     for name, child in entries.items():

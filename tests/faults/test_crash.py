@@ -61,7 +61,8 @@ def test_steps_that_are_not_there_once_are_found_out(found):
 def test_losses_leave_out_evaluations_and_lines_cut_short(tmp_path):
     assert crash.losses(tmp_path) == []
     lines = ('{"step": 1, "train_loss": 5.5}\n', '{"step": 1, "validation_loss": 5.0}\n')
-    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 2, "train_loss": 4')
+    text = "".join(lines) + '{"step": 2, "train_loss": 4'
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
     assert crash.losses(tmp_path) == [(1, 5.5)]
     assert crash.last_step(tmp_path) == 1
 
@@ -71,17 +72,18 @@ def test_power_failure_takes_what_was_not_flushed(tmp_path, monkeypatch):
     (live / "old").mkdir(parents=True)
     monkeypatch.setattr(os, "fsync", os.fsync)
     power.record(flushed)
-    (live / "old" / "file").write_text("first")
+    (live / "old" / "file").write_text("first", encoding="utf-8")
     for path in (live / "old" / "file", live / "old", live):
         durable.flush(path)
-    (live / "old" / "file").write_text("second")
+    (live / "old" / "file").write_text("second", encoding="utf-8")
     (live / "old").rename(live / "new")
-    (live / "later").write_text("later")
+    (live / "later").write_text("later", encoding="utf-8")
 
     def left(name, survives):
         out = tmp_path / name
         power.after_power_failure(live, flushed, out, np.random.default_rng(0), survives)
-        return {str(x.relative_to(out)): x.read_text() for x in out.rglob("*") if x.is_file()}
+        files = [x for x in out.rglob("*") if x.is_file()]
+        return {str(x.relative_to(out)): x.read_text(encoding="utf-8") for x in files}
 
     assert left("nothing", 0.0) == {"old/file": "first"}
     assert left("all", 1.0) == {"new/file": "second", "later": "later"}

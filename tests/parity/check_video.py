@@ -1,15 +1,16 @@
 """From files of videos to files of videos: every command, with tiny random models of diffusers.
 
-pip install -e '.[parity]'
+pip install -e '.[video]'
 python tests/parity/check_video.py      # 3 minutes; ends with an error if something differs
 """
 
-import json
 import subprocess
 import sys
 import tempfile
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import ml_dtypes  # noqa: F401  For safetensors.
 import numpy as np
 import torch
@@ -34,9 +35,11 @@ from transformers import (
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from trainer.dit.wan.clips import read_lines  # noqa: E402
 from trainer.dit.wan.videos import Shape, read_video, write_video  # noqa: E402
 
 COLOURS = {"red": (220, 30, 30), "blue": (30, 30, 220), "dark": (20, 20, 20)}
+CODECS = {".mkv": "libx264", ".mp4": "libx264", ".avi": "mpeg4", ".webm": "libvpx"}
 TINY = "--model.dtype float32 --steps 2 --batch-size 2 --validation-sequences 2 --log-every 1 "
 TINY += "--no-tensorboard --devices 4 --size 2 4 4"
 
@@ -46,6 +49,7 @@ def main():
         folder = Path(name)
         make_videos(folder / "videos")
         check_reading(folder / "videos")
+        check_times(folder)
         for kind in ("text", "image", "image 2.1"):
             check(folder / kind.replace(" ", "_"), folder / "videos", kind)
     print("all equal")
@@ -75,6 +79,27 @@ def check_reading(folder):
     twice = read_video(folder / "2.mp4", shape._replace(rate=32.0))
     np.testing.assert_array_equal(twice[0:9:2], whole[:5])
     assert len(read_video(folder / "0.mp4", shape)) == 5
+
+
+def check_times(folder):
+    """In each format, frames have the same times, whenever the first is shown."""
+    for suffix, codec in CODECS.items():
+        for first in (0, 5, 16):
+            path = folder / f"times{suffix}"
+            with av.open(str(path), "w") as container:
+                stream = container.add_stream(codec, rate=16)
+                stream.height, stream.width, stream.pix_fmt = 64, 64, "yuv420p"
+                stream.bit_rate = 500_000
+                for number in range(20):
+                    grey = np.full((64, 64, 3), 20 + 10 * number, np.uint8)
+                    frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
+                    frame.pts, frame.time_base = first + number, Fraction(1, 16)
+                    container.mux(stream.encode(frame))
+                container.mux(stream.encode())
+            for rate, taken in ((16, range(17)), (8, range(0, 17, 2)), (32, np.arange(17) // 2)):
+                found = read_video(path, Shape((9, 17), ((64, 64),), float(rate)))
+                numbers = [round((picture.mean() - 20) / 10) for picture in found]
+                assert numbers == list(taken)[: len(numbers)], (path.name, first, rate, numbers)
 
 
 def make_pipeline(folder, kind):
@@ -139,6 +164,12 @@ def check(folder, videos, kind):
     run(*encode, "--process", 0, 2)
     run(*encode, "--process", 1, 2)
     assert "encodes 0" in run(*encode, "--process", 1, 2)
+    if kind == "text":  # A caption and a video that change, and come back.
+        other = (videos / "1.mp4").read_bytes()
+        for path, changed in ((videos / "0.txt", b"a dark video"), (videos / "2.mp4", other)):
+            for content in (changed, path.read_bytes()):
+                path.write_bytes(content)
+                assert f"has changed: '{path.stem}.mp4'" in run(*encode)
     check_encoded(folder / "encoded", videos, pipeline, kind)
     start = ["train.py", "--init-from", folder / "Tiny-Diffusers", "--data.path"]
     text = run(*start, folder / "encoded", *TINY.split(), "--run-dir", folder / "run")
@@ -177,12 +208,8 @@ def check(folder, videos, kind):
 
 def check_encoded(folder, videos, pipeline, kind):
     """Latents, texts and first frames are those that the pipeline makes."""
-    lines = [
-        json.loads(line)
-        for path in folder.glob("clips-*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    assert sorted(x["caption"] for x in lines) == [
+    lines = read_lines(folder)
+    assert sorted(x.caption for x in lines) == [
         *(["a blue video"] * 2), "a dark video", *(["a red video"] * 2)
     ]  # fmt: skip
     config = pipeline.vae.config
@@ -196,15 +223,15 @@ def check_encoded(folder, videos, pipeline, kind):
         return np.moveaxis(((latent - mean) / deviation).numpy()[0], 0, -1)
 
     for line in lines:
-        number = line["file"][0]
+        number = line.file[0]
         place = videos / ("sub" if int(number) > 2 else "") / f"{number}.mp4"
         frames = read_video(place, Shape((5,), ((32, 32),), 16.0))
         pixels = pipeline.video_processor.preprocess_video([Image.fromarray(x) for x in frames])
-        found = load_file(folder / "clips" / line["file"])
+        found = load_file(folder / "clips" / line.file)
         with torch.no_grad():
-            text, _ = pipeline.encode_prompt(line["caption"], False, max_sequence_length=512)
-        wanted = {"latent": latent_of(pixels), "text": text[0, : line["tokens"]].numpy()}
-        assert not text[0, line["tokens"] :].any()
+            text, _ = pipeline.encode_prompt(line.caption, False, max_sequence_length=512)
+        wanted = {"latent": latent_of(pixels), "text": text[0, : line.tokens].numpy()}
+        assert not text[0, line.tokens :].any()
         if kind != "text":
             args = (pixels[:, :, 0], 1, 3, 32, 32, 5, torch.float32, "cpu")
             with torch.no_grad():
@@ -229,6 +256,7 @@ def refusals(folder, videos, encode):
     """Mistakes of a newcomer, each of which is an error that says what to do."""
     rest = encode[2:]
     run(*encode[:2], folder, *rest[1:], fails="VIDEOS must hold files")
+    run(*encode[:2], folder / "gone", *rest[1:], fails="gone' must exist")
     run(*encode, "--frames", "6", fails="Use 5")
     run(*encode, "--sizes", "30x32", fails="multiples of 16")
     run(*encode, "--model", videos, fails="model_index.json")
@@ -246,6 +274,7 @@ def refusals(folder, videos, encode):
     text = run(*encode, fails="2 videos were left out")
     assert "broken.mp4' must be a whole video" in " ".join(text.split()), text
     assert "at least 5 frames at 16 a second; got 2" in " ".join(text.split()), text
+    assert "next:" not in text, text
     for name in ("broken", "short"):
         (videos / f"{name}.mp4").unlink()
         (videos / f"{name}.txt").unlink()

@@ -53,13 +53,13 @@ class Checksums:
         """Writes a file to the folder of a checkpoint, with a digest of its own."""
         values = asdict(self)
         text = json.dumps({**values, DIGEST: digest(_canonical(values))}, indent=1)
-        (folder / CHECKSUMS_FILE).write_text(text + "\n")
+        (folder / CHECKSUMS_FILE).write_text(text + "\n", encoding="utf-8")
 
     @staticmethod
     def read(folder: Path) -> Checksums:
         """Reads what `write` wrote."""
         try:
-            values = json.loads((folder / CHECKSUMS_FILE).read_text())
+            values = json.loads((folder / CHECKSUMS_FILE).read_bytes())
             if values.pop(DIGEST) != digest(_canonical(values)):
                 raise InputError("its digest is another")
             arrays = {name: (kind, value) for name, (kind, value) in values["arrays"].items()}

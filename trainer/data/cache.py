@@ -62,7 +62,7 @@ def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
         return folder
     with storing(folder.parent, CACHE_OPTION):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = (folder.parent / f".{folder.name}.lock").open("a")
+        lock = (folder.parent / f".{folder.name}.lock").open("ab")
     with lock:
         is_alone = _wait_alone(lock.fileno(), folder)
         if not folder.is_dir():

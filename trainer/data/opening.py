@@ -13,17 +13,38 @@ from startrail_jax.errors import InputError
 Entry = TypeVar("Entry")
 
 
+# Error of the operating system -> what a path must be, and what to do.
+WAYS_OUT: dict[type[OSError], tuple[str, str]] = {
+    FileNotFoundError: ("exist", "Correct the path or the link to it"),
+    NotADirectoryError: ("be a folder", "Correct the path"),
+    IsADirectoryError: ("be a file", "Correct the path"),
+}
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turns an error of the operating system into an error that says what to do."""
     try:
         yield
     except OSError as error:
+        other = "be readable", "Correct its permissions or the link to it"
+        must, way_out = WAYS_OUT.get(type(error), other)
         raise InputError(
-            f"{str(error.filename or path)!r} must be readable; got {type(error).__name__}: "
-            f"{error.strerror or error}. Correct its permissions or the link to it, or leave it "
-            "out."
+            f"{str(error.filename or path)!r} must {must}; got {type(error).__name__}: "
+            f"{error.strerror or error}. {way_out}, or leave it out."
         ) from error
+
+
+def read_utf8(path: Path) -> str:
+    """The text of a file of UTF-8, without a byte-order mark."""
+    with reading(path):
+        content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{str(path)!r} must be UTF-8; got {error}. Convert the file to UTF-8, or leave it out."
+        ) from None
 
 
 def json_lines(
@@ -34,9 +55,10 @@ def json_lines(
     By ValueError, KeyError or TypeError, `parse` says that an object is wrong. The error then names
     `needed`, the fields of an object, and ends with `way_out`.
     """
-    with reading(path):
-        text = path.read_text()
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not `splitlines`: a string in JSON may hold other ends of lines, such as U+2028.
+    for number, line in enumerate(read_utf8(path).removesuffix("\n").split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             yield parse(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:

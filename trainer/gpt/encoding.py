@@ -152,7 +152,7 @@ def encode_to_folder(text: Text, folder: Path) -> None:
         "documents": [writer.documents for writer in writers],
         "largest": [writer.largest for writer in writers],
     }
-    (folder / ABOUT_FILE).write_text(json.dumps(about))
+    (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
 
 
 def read_encoded(
@@ -160,7 +160,7 @@ def read_encoded(
 ) -> tuple[EncodedPart, EncodedPart]:
     """What `encode_to_folder` wrote, mapped into memory; `sums`: file name -> SHA-256, if known."""
     try:
-        about = json.loads((folder / ABOUT_FILE).read_text())
+        about = json.loads((folder / ABOUT_FILE).read_bytes())
         train, held_out = (
             EncodedPart(
                 tokens=map_tokens(folder / name, ""),

@@ -236,7 +236,7 @@ def load_tokenizer(path: Path) -> Any:
     count too, but not the class that they name: transformers would make a tokenizer of that class
     anew."""
     with _library_errors(path, "Give the file that lies beside the weights of the model."):
-        path.open().close()
+        path.open("rb").close()
         files = path.parent.iterdir() if path.name == TOKENIZER else [path]
         state = {(x.name, x.stat().st_mtime_ns, x.stat().st_size) for x in files if x.is_file()}
         return _loaded(path.absolute(), frozenset(state))

@@ -60,7 +60,7 @@ def open_run(config: TrainConfig, *, writes: bool = True) -> Iterator[Path]:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps other programs from training in a folder."""
-    with (folder / LOCK_FILE).open("a+") as file:
+    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as file:
         try:
             # Until the file is closed, which the end of the process does too, however it ends.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +135,7 @@ def read_mesh(run_dir: Path) -> FormerMesh | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
         degrees, order = dict(values["degrees"]), values.get("order")
         if all(type(x) is int and x >= 1 for x in degrees.values()) and (
             order is None or sorted(order) == sorted(ROLES)
@@ -172,7 +172,7 @@ def record_versions(run_dir: Path, step: int) -> str | None:
     now, before, entries = current_versions(), None, []
     try:
         if step and path.exists():
-            entries = list(json.loads(path.read_text()))
+            entries = list(json.loads(path.read_bytes()))
             before = dict(entries[-1]["versions"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         entries = []
@@ -211,7 +211,10 @@ def drop_after(path: Path, last_step: int) -> int:
         return 0
     part = path.with_name(f"{path.name}.part")
     broken = 0
-    with path.open(errors="replace") as old, part.open("w") as new:
+    with (
+        path.open(encoding="utf-8", errors="replace") as old,
+        part.open("w", encoding="utf-8") as new,
+    ):
         for line in old:
             step = step_of_line(line)
             if step is None:
@@ -228,7 +231,9 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, each with its "step". Unreadable ones are left out: a run that
     trains may be writing the last one."""
     path = run_dir / METRICS_FILE
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    lines = (
+        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    )
     return [json.loads(line) for line in lines if step_of_line(line) is not None]
 
 

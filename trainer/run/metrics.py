@@ -207,7 +207,7 @@ class Reporter:
         record = {"step": step, "time": round(time.time(), 3), **finite}
         try:
             # It is opened each time, so that nothing waits in a buffer.
-            with self._path.open("a") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
             summary = [Summary.Value(tag=name, simple_value=x) for name, x in values.items()]
             self._write_event(Event(step=step, summary=Summary(value=summary)))

@@ -57,7 +57,7 @@ def load_config(config_type: type[Config], path: Path) -> Config:
     """Reads what `save_config` wrote; missing settings take their defaults. If the task of a run is
     not known, `trainer.tasks.load_train_config` finds the type."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
         if issubclass(config_type, TrainConfig) and isinstance(values, dict):
             kind = values.pop(KIND, KIND_WITHOUT_NAME)
             if kind != config_type.kind:
@@ -72,7 +72,7 @@ def load_config(config_type: type[Config], path: Path) -> Config:
 def read_kind(path: Path) -> str:
     """The task of a run, as a file that `save_config` wrote names it."""
     try:
-        values = _decode(dict, json.loads(path.read_text()), "")
+        values = _decode(dict, json.loads(path.read_bytes()), "")
         return _decode(str, values.get(KIND, KIND_WITHOUT_NAME), KIND)
     except (ValueError, RecursionError) as error:
         raise _not_a_config(path, error) from error

@@ -148,7 +148,7 @@ class MlflowRun:
 def _run_id(path: Path) -> str | None:
     """The id of the run that a folder began; None if it began none, or the note is damaged."""
     try:
-        return str(json.loads(path.read_text())["id"])
+        return str(json.loads(path.read_bytes())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

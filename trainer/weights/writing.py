@@ -52,7 +52,7 @@ def write_tensors(
         files |= dict.fromkeys(names, file)
     if shards[1:]:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-        (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _tensor(

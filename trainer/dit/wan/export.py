@@ -81,12 +81,16 @@ def export_wan(
             matrices = adapter_tensors(arrays, shapes, config, jnp.dtype(dtype or "float32"))
             for file, prefix in PREFIXES.items():
                 write_file(part / file, {prefix + name: x for name, x in matrices.items()})
-            (part / PEFT_CONFIG).write_text(json.dumps(peft_values(matrices, config), indent=2))
+            (part / PEFT_CONFIG).write_text(
+                json.dumps(peft_values(matrices, config), indent=2), encoding="utf-8"
+            )
             return
         options: dict[str, Any] = dict(shard_bytes=shard_bytes, stem=DIFFUSERS)
         write_merged(arrays, places, config.lora, part, dtype_of, **options)
         # Last: a kill leaves a hidden folder without it.
-        (part / CONFIG).write_text(json.dumps(to_values(config.model), indent=2) + "\n")
+        (part / CONFIG).write_text(
+            json.dumps(to_values(config.model), indent=2) + "\n", encoding="utf-8"
+        )
 
     write_folder(out, write, option="OUT")
     return found

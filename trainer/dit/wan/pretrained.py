@@ -39,7 +39,7 @@ class WanWeights(TensorWeights):
         values = read_object(self.tensors.folder / CONFIG)
         types = {name: DTYPES[kind] for name, kind in self.tensors.dtypes.items()}
         for name, content in ((CONFIG, values), (TYPES, types)):
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         write_sums(folder)
         durable.flush_files(folder, 0)
         durable.flush(folder.parent)

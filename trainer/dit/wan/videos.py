@@ -3,23 +3,26 @@ written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import UInt8
 
 from startrail_jax.errors import InputError, UserError
 from trainer.data.files import walk_files
-from trainer.data.opening import json_lines, reading
+from trainer.data.opening import json_lines, read_utf8, reading
 from trainer.errors import MissingPackageError
 
 SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 """Formats of images. For some others, Pillow would start programs."""
+
+Frame = TypeVar("Frame")
 
 
 class Video(NamedTuple):
@@ -60,8 +63,7 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
     for file in files:
         beside = (folder / file).with_suffix(".txt")
         if captions is None and beside.is_file():
-            with reading(beside):
-                known[file] = beside.read_text().strip()
+            known[file] = read_utf8(beside).strip()
         if known.get(file):
             found.append(Video(file, known[file]))
         else:
@@ -76,33 +78,26 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
 
 
 def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
-    """The frames of a video that are shown at multiples of 1 / rate, scaled until they cover the
-    size, and cut at the edges."""
+    """The frames of a video that are shown at multiples of 1 / rate after its first, scaled until
+    they cover the size, and cut at the edges."""
     from PIL import Image, ImageOps
 
     found: list[np.ndarray] = []
-    size, last = None, None
+    size = last = None
     with _opened(path) as container:
-        for frame in container.decode(video=0):
-            if frame.time is None or getattr(frame, "rotation", 0):
-                raise InputError(
-                    f"Frames must have times and be upright; got {str(path)!r}, where they do not. "
-                    "Write it anew: ffmpeg -i OLD NEW.mp4."
-                )
-            # The last frame is shown until this one.
-            while last is not None and len(found) / shape.rate < frame.time - 1e-6:
-                found.append(last)
-            if len(found) >= max(shape.frames):
-                break
-            image = frame.to_image()
-            size = size or nearest_size(image.height, image.width, shape.sizes)
-            height, width = size
-            last = np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC))
-            if not found:
-                found.append(last)
-        else:
-            if last is not None:
-                found.append(last)
+        stream = container.streams.video[0]
+        frames = _timed(container.decode(stream), path)
+        if container.format.name == "avi":
+            frames = without_wait(frames)
+        shown = frames_shown(frames, tick=stream.time_base, rate=shape.rate)
+        for frame in islice(shown, max(shape.frames)):
+            if frame is not last:
+                image = frame.to_image()
+                size = size or nearest_size(image.height, image.width, shape.sizes)
+                height, width = size
+                fitted = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
+                last, pixels = frame, np.asarray(fitted)
+            found.append(pixels)
     fitting = [n for n in shape.frames if n <= len(found)]
     if not fitting:
         raise InputError(
@@ -110,6 +105,49 @@ def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
             f"{len(found)} in {str(path)!r}. Remove it, or use a smaller --frames."
         )
     return np.stack(found[: max(fitting)])
+
+
+def frames_shown(
+    frames: Iterable[tuple[int, Frame]], *, tick: Fraction, rate: float
+) -> Iterator[Frame]:
+    """The frames that are shown at multiples of 1 / rate after the first, and then the last one.
+    `frames` are pairs of a time in ticks, of `tick` seconds each, and a frame."""
+    step = 1 / Fraction(str(rate))
+    start = before = last = None
+    count = 0
+    for time, frame in frames:
+        if start is None or before is None or last is None:
+            start = time
+        else:
+            # Times are rounded to ticks, such as the milliseconds of mkv, that of the first frame
+            # too: a frame may be a tick late. If it lasts a tick or two, as in avi, they are exact.
+            late = 1 if time - before > 2 else 0
+            while count * step < (time - late - start) * tick:
+                yield last
+                count += 1
+        before, last = time, frame
+    if last is not None:
+        yield last
+
+
+def without_wait(frames: Iterator[tuple[int, Frame]]) -> Iterator[tuple[int, Frame]]:
+    """Frames of an avi file, whose first is always at time 0: of a video that begins late, ffmpeg
+    writes the first frame there and the others in their time."""
+    head = list(islice(frames, 3))
+    if len(head) == 3:
+        (first, frame), (second, _), (third, _) = head
+        head[0] = max(first, 2 * second - third), frame
+    return chain(head, frames)
+
+
+def _timed(frames: Iterable[Any], path: Path) -> Iterator[tuple[int, Any]]:
+    for frame in frames:
+        if frame.pts is None or getattr(frame, "rotation", 0):
+            raise InputError(
+                f"Frames must have times and be upright; got {str(path)!r}, where they do not. "
+                "Write it anew: ffmpeg -i OLD NEW.mp4."
+            )
+        yield frame.pts, frame
 
 
 @contextmanager

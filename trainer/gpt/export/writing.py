@@ -118,7 +118,7 @@ def export_run(
         for file, path in beside.items():
             copy_file(path, part / file)
         # Last: a kill leaves a hidden folder without it.
-        (part / name).write_text(json.dumps(described, indent=2) + "\n")
+        (part / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
     write_folder(out, write, option="OUT")
     return Exported(step=found, dtype=kind, files=len(list(out.glob("*.safetensors"))))

@@ -47,7 +47,7 @@ class Pretrained(TensorWeights):
         values = text_values(read_object(source / CONFIG), CONFIG)
         values = {k: v for k, v in values.items() if k != "dtype"}
         values["torch_dtype"] = self.tensors.dtype
-        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         write_sums(folder)
         durable.flush_files(folder, 0)
         durable.flush(folder.parent)
