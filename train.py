@@ -153,6 +153,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             ) as checkpoints,
             closing(feed),
         ):
+            if session.is_first:
+                data.keep(run_dir)
             # State: that of the newest checkpoint, or a new one.
             loop = Loop(program, feed, checkpoints, report, interrupted, initial)
             done = loop.begin()

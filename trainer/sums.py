@@ -27,11 +27,11 @@ def sha256_of(file: Path, advance: Callable[[int], object] = lambda size: None) 
 
 
 def sums_of(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each file of a folder, by its name."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    """The SHA-256 of each file below a folder, by its path in it."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # Nor what a kill has left of the file with the checksums.
     files = [path for path in files if not path.name.startswith(SUMS_FILE)]
-    return {path.name: sha256_of(path) for path in files}
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in files}
 
 
 def write_sums(folder: Path) -> None:

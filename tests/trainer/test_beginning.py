@@ -136,7 +136,8 @@ def test_completions_begin_with_it_and_conversations_as_their_template_says(toke
     first, second = (row.tokens[row.examples == i] for i in range(2))
     assert first.tolist() == [BEGIN, *map(ord, "askyes"), END]
     assert row.counted[row.examples == 0].tolist() == [False] * 4 + [True] * 4
-    assert second.tolist() == [OTHER, *map(ord, "ask"), OTHER, *map(ord, "yes")]
+    # The token that begins the next turn ends this one.
+    assert second.tolist() == [OTHER, *map(ord, "ask"), OTHER, *map(ord, "yes"), OTHER]
 
 
 @pytest.mark.parametrize("asked", ["tokenizer", "template", "flag"])
@@ -144,7 +145,7 @@ def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_p
     tokenizer = save(tmp_path / "tokenizer.json", "<s> $A" if asked == "tokenizer" else None)
     tokenizer.with_name("chat_template.jinja").write_text(
         ("<s>" if asked == "template" else "") + "{% for m in messages %}{% generation %}"
-        "{{ m.content }}{% endgeneration %}{% endfor %}"
+        "{{ m.content }}</s>{% endgeneration %}{% endfor %}"
     )
     said = {"messages": [ANSWER]}
     outcome = {

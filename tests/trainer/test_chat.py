@@ -3,13 +3,14 @@
 import dataclasses
 import io
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import tokenizers
 import transformers
 
-from chat_templates import BORDERS, CONVERSATIONS, TEMPLATES
+from chat_templates import BORDERS, CONVERSATIONS, ENDS, OTHERS, SPECIAL, TEMPLATES
 from configs.gpt import gpt_tiny
 from programs import session_of_one
 from refusals import refused
@@ -20,7 +21,7 @@ from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, c
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig, TextOptions
 from trainer.gpt.corpus import open_corpus
-from trainer.gpt.sample import prompt_tokens, template_of_run
+from trainer.gpt.sample import prompt_tokens, stops_of_run, template_of_run
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenizer import FileTokenizer
 
@@ -126,10 +127,10 @@ def test_template_is_found_beside_the_tokenizer(tmp_path, tokenizer):
     for given in (MARKED, [{"name": "default", "template": MARKED}]):
         config.write_text(json.dumps({"chat_template": given, **tokens}))
         found = ChatTemplate.find(tokenizer, None)
-        assert found.render(TALK, "")[0].startswith("<|im_start|>SYSTEM: Be brief.")
+        assert found.render(TALK, "").text.startswith("<|im_start|>SYSTEM: Be brief.")
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     changed = ChatTemplate.find(tokenizer, None)
-    assert changed.render(TALK, "")[0].startswith("<|im_start|>system")
+    assert changed.render(TALK, "").text.startswith("<|im_start|>system")
     assert changed.digest != found.digest
     (tmp_path / "mine").write_text("{{ bos_token }}{{ messages[0].content }}.")
     chosen = ChatTemplate.find(tokenizer, tmp_path / "mine")
@@ -187,6 +188,38 @@ def test_tokens_of_conversations_are_kept(tmp_path, tokenizer, capsys):
     assert opened(config, seq_len=160).digest != data.digest
     with refused(InputError, "Token ids must"):
         opened(config, seq_len=160, vocab_size=40)
+
+
+def test_samples_stop_where_answers_end(tmp_path, tokenizer):
+    """Not where documents end, as no row has that token."""
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    path = write(tmp_path / "talk.jsonl", *[{"messages": TALK}] * 20)
+    config = dataclasses.replace(gpt_tiny(), data=of_completions(path, tokenizer=tokenizer))
+    run_dir, other = tmp_path / "run", tmp_path / "other.json"
+    run_dir.mkdir()
+    data = opened(config.data, seq_len=160)
+    assert data.corpus.stops == (2,)
+    assert "; answers of conversations end with '<|im_end|>', id 2" in data.description
+    assert "completions" not in data.description
+    data.keep(run_dir)
+    other.write_bytes(tokenizer.read_bytes() + b" ")
+    for chosen, stops in ((tokenizer, (2,)), (None, ()), (other, ())):
+        assert stops_of_run(run_dir, config, chosen) == stops
+    write(path, *[{"messages": TALK}, {"prompt": "a", "completion": "b"}] * 10)
+    both = opened(config.data, seq_len=160)
+    assert both.corpus.stops == (2,)
+    ends = "; completions end with '<|endoftext|>', id 0; answers of conversations end with '<|im"
+    assert ends in both.description
+    # A token that stands within answers too stops nothing.
+    (tmp_path / "chat_template.jinja").write_text(CHATML.replace("{{ m.c", "<|im_end|>{{ m.c"))
+    data = opened(config.data, seq_len=200)
+    assert data.corpus.stops == ()
+    assert "samples do not stop at '<|im_end|>', which stands within" in data.description
+    # As does a text that is no token.
+    (tmp_path / "chat_template.jinja").write_text(CHATML.replace("im_end", "end"))
+    data = opened(config.data, seq_len=200)
+    assert data.corpus.stops == ()
+    assert "end with a text that is no single token, at which" in data.description
 
 
 def test_token_across_the_border_counts(tmp_path):
@@ -354,6 +387,108 @@ def test_tokens_and_masks_are_those_of_transformers(family, talk, tmp_path, toke
     assert counted_text(tokens, counted, model) == [answer for answer in answers if answer]
 
 
+FAMILIES = TEMPLATES | OTHERS
+
+
+@pytest.fixture(scope="module")
+def special():
+    """A tokenizer of characters and of the special tokens of all families."""
+    vocabulary = {x: i for i, x in enumerate((*SPECIAL, *map(chr, range(10, 256))))}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    built.add_special_tokens(list(SPECIAL))
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=built, **names)
+
+
+def rendered(family, special, messages, **variables):
+    found = ChatTemplate(special, FAMILIES[family], name=family, tokens_of="")
+    return found.render(messages, "here", **variables)
+
+
+@pytest.mark.parametrize("talk", ["one turn", "turns"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_have_the_token_by_which_they_end(family, talk, special):
+    messages, end = CONVERSATIONS[talk], ENDS[family]
+    if end is None:
+        ways = ("{{ eos_token }} behind the answers", "prompt and completion")
+        with refused(InputError, "must end what the assistant says", f"got {family!r}", *ways):
+            rendered(family, special, messages)
+        return
+    found = rendered(family, special, messages)
+    assert found.ends - found.within == {end}
+    assert not found.is_open
+    answers = [found.text[first:last] for first, last in found.answers]
+    said = [x["content"].strip() for x in messages if x["role"] == "assistant"]
+    assert all(text in answer for text, answer in zip(said, answers, strict=True))
+    # In one family, the token that begins a text follows that one.
+    assert all(answer.rstrip().removesuffix("<s>").endswith(end) for answer in answers)
+    # The text is that of transformers; where the next role ends a turn, its token is added.
+    text = special.apply_chat_template(messages, chat_template=FAMILIES[family], tokenize=False)
+    assert found.text == text + (end if family == "glm" else "")
+
+
+VANISH = {
+    "qwen": ("developer", "function", "human", "observation", "System"),
+    "mistral": ("developer", "tool"),
+    "deepseek3": ("developer", "System"),
+    "alpaca": ("human",),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_messages_are_shown_or_refused(family, special):
+    for role in ("developer", "function", "human", "observation", "System", "tool", "system"):
+        messages = [{"role": role, "content": "See this."}, *CONVERSATIONS["turns"]]
+        with suppress(InputError):
+            assert "See this." in rendered(family, special, messages).text
+    for role in VANISH.get(family, ()):
+        with refused(InputError, f"the content of message 1 of role {role!r}", "Remove or rename"):
+            rendered(family, special, [{"role": role, "content": "a"}, *CONVERSATIONS["turns"]])
+
+
+ANSWER = {"role": "assistant", "content": "a"}
+LOOK = {"name": "look", "arguments": {"city": "Bonn", "days": 3, "unit": None}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": LOOK}]}
+ASKED = [{"role": "user", "content": "Rain?"}, CALLS, {"role": "tool", "content": "4"}, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "words"),
+    [
+        ("deepseek3", [TALK[0], TALK[0] | {"content": "b"}, *TALK[1:]], "content of message 1 of"),
+        ("llama31", [ASKED[0], CALLS | {"content": "I look."}, *ASKED[2:]], "content of message 2"),
+        ("llama31", [ASKED[0], CALLS | {"tool_calls": CALLS["tool_calls"] * 2}, *ASKED[2:]],
+         "the call of 'look' in message 2"),
+        ("qwen3", ASKED, "the arguments {'city': 'Bonn', 'days': 3, 'unit': None} of the call of"),
+        ("llama31", [*TALK[:4], TALK[4] | {"name": "bob"}], "the name of message 5 of role 'assi"),
+    ],
+)  # fmt: skip
+def test_strings_that_a_template_leaves_out_are_named(family, messages, words, special):
+    with refused(InputError, words):
+        rendered(family, special, messages)
+
+
+def test_thoughts_that_do_not_count_may_be_forgotten(special):
+    """By later turns, which show no thought of an earlier answer."""
+    messages = [*TALK[:2], TALK[2] | {"reasoning_content": "hm"}, *TALK[3:]]
+    found = rendered("qwen3", special, messages, counted=[x is TALK[4] for x in messages])
+    assert "hm" not in found.text
+    messages = [*TALK[:2], TALK[2] | {"role": "user", "reasoning_content": "hm"}, *TALK[3:]]
+    with refused(InputError, "the reasoning_content of message 3 of role 'user'"):
+        rendered("qwen3", special, messages)
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen", "llama31", "deepseek3"])
+def test_nulls_of_arguments_and_schemas_are_those_of_transformers(family, special):
+    tools = [{"type": "function", "function": {"name": "look", "default": None}}]
+    variables = {"tools": tools} if "tools" in FAMILIES[family] else {}
+    options = dict(chat_template=FAMILIES[family], tokenize=False, **variables)
+    found = rendered(family, special, ASKED, **variables)
+    assert found.text == special.apply_chat_template(ASKED, **options)
+    assert '"unit": null' in found.text
+    assert ('"default": null' in found.text) == bool(variables)
+
+
 def counted_text(tokens, counted, model):
     ends = np.flatnonzero(np.diff(np.concatenate([[0], counted, [0]])))
     return ["".join(model.convert_ids_to_tokens(tokens[a:b])) for a, b in ends.reshape(-1, 2)]
@@ -419,8 +554,8 @@ def test_template_for_tools_is_taken_if_there_are_tools(tmp_path, tokenizer):
     named += [{"name": "tool_use", "template": "{{ tools[0].function.name }}" + CHATML}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = ChatTemplate.find(tokenizer, None)
-    assert template.render(TALK, "", tools=TOOLS)[0].startswith("look<|im_start|>")
-    assert template.render(TALK, "")[0].startswith("<|im_start|>")
+    assert template.render(TALK, "", tools=TOOLS).text.startswith("look<|im_start|>")
+    assert template.render(TALK, "").text.startswith("<|im_start|>")
     named[0]["name"] = "other"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     with refused(InputError, "no default specified", "'here'"):
@@ -428,11 +563,9 @@ def test_template_for_tools_is_taken_if_there_are_tools(tmp_path, tokenizer):
 
 
 NULL_CALLS = (
-    "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls }}{% else %}{{ m.content }}"
+    "{% endif %}<|im_end|>{% endfor %}"
 )
-
-
-ANSWER = {"role": "assistant", "content": "a"}
 
 
 @pytest.mark.parametrize(
@@ -476,8 +609,8 @@ ANSWER = {"role": "assistant", "content": "a"}
         (CHATML, {"id": 7, "a b": 1}, "--data.ignored-keys id 'a b'"),
         (CHATML, {"prompt": "a"}, "--data.ignored-keys prompt"),
         (CHATML, {"messages": CALLED[:2]}, "the keys ['tool_calls']"),
-        # Asks for a null, which transformers leaves out: the call would vanish.
-        (NULL_CALLS, {"messages": CALLED[:2]}, "the calls of ['look']"),
+        # Asks for a null, and there is no content: the call would vanish.
+        (NULL_CALLS, {"messages": CALLED[:2]}, "the call of 'look' in message 2 of role 'assi"),
         (
             TEMPLATES["qwen3"],
             {"messages": [TALK[1], TALK[2] | {"reasoning": "hm"}, *TALK[3:]]},

@@ -32,6 +32,7 @@ from trainer.checkpoints.reading import CheckpointError
 from trainer.config import LoraConfig
 from trainer.data.opening import read_object
 from trainer.errors import NonFiniteError, StorageError
+from trainer.gpt.chat.stops import keep_stops
 from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids
@@ -899,6 +900,37 @@ def test_export_names_the_special_tokens_of_another_tokenizer(model, tmp_path):
     copy.write_bytes(own.read_bytes() + b" ")
     ids = dict(bos_token_id=None, eos_token_id=3, pad_token_id=None)
     assert token_ids(config, copy, own) == token_ids(config, own, tmp_path / "none") == ids
+
+
+def test_export_names_what_ends_answers_and_has_all_templates(model, tmp_path):
+    add_tokenizer(model, 40)
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 9], "top_k": 5}')
+    (model / "additional_chat_templates").mkdir()
+    own = model / "additional_chat_templates" / "tool_use.jinja"
+    own.write_text("{{ tools }}{{ messages }}")
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    import_and_export(model, run_dir, out)
+    values = json.loads((out / "generation_config.json").read_text())
+    assert values == {"eos_token_id": [7, 9], "top_k": 5}
+    assert (out / "additional_chat_templates" / own.name).read_text() == own.read_text()
+    # Of two runs over conversations.
+    for stops in ([11, 7], [5]):
+        keep_stops(run_dir, stops)
+    config = load_train_config(run_dir / "config.json")
+    export_run(run_dir, config, tmp_path / "tuned")
+    values = json.loads((tmp_path / "tuned" / "generation_config.json").read_text())
+    assert values == {"eos_token_id": [11, 7, 5, 9], "top_k": 5}
+    read = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert read["eos_token_id"] == [11, 7, 5, 9]
+    # A template that is chosen is that of conversations with tools too.
+    chosen = dataclasses.replace(config.data, chat_template=own)
+    beside = files_beside_weights(dataclasses.replace(config, data=chosen), run_dir / "pretrained")
+    assert beside["chat_template.jinja"] == own
+    assert not any("additional" in name for name in beside)
+    kept = run_dir / "pretrained" / "additional_chat_templates" / own.name
+    kept.write_text("other")
+    with refused(InputError, "its checksum is another", str(kept)):
+        export_run(run_dir, config, tmp_path / "damaged")
 
 
 def test_export_has_the_tokenizer_and_the_template_of_the_data(tmp_path):

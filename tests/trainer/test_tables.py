@@ -70,7 +70,7 @@ CHATS = [
 ]  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls is defined %}"
-    "{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    "{{ m.tool_calls | tojson }}{% endif %}<eos>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
@@ -96,7 +96,9 @@ def test_conversations_in_rows_are_those_in_lines(form, tmp_path):
 
 def characters(path):
     letters = {x: i for i, x in enumerate(["<eos>", *map(chr, range(32, 127))])}
-    tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(path))
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    built.add_special_tokens(["<eos>"])
+    built.save(str(path))
     return path
 
 
@@ -122,15 +124,60 @@ def test_splits_of_a_folder_are_its_parts(names, train, held_out, tmp_path):
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write(tmp_path / name, ROWS[:3], "parquet" if name.endswith("parquet") else "jsonl")
+    check_parts(tmp_path, names, train, held_out)
+
+
+def check_parts(folder, names, train, held_out):
     if train is None:  # There is none to train on.
-        with refused(InputError, "'test', 'validation'"):
-            find_files(tmp_path, "data.path")
+        with refused(InputError, "must have a split 'train', or one split alone", str(folder)):
+            find_files(folder, "data.path")
         return
-    files = find_files(tmp_path, "data.path")
+    files = find_files(folder, "data.path")
     assert list(files.paths) == train.split()
     assert list(files.validation.paths if files.validation else ()) == held_out.split()
     left_out = len(names.split()) - len(train.split()) - len(held_out.split())
     assert files.remark.startswith(f"; {left_out} other files left out (" if left_out else "")
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "held_out"),
+    [
+        *[
+            (f"train.{form} {name}.{form}", f"train.{form}", f"{name}.{form}")
+            for form in ("jsonl", "npy", "parquet", "txt")
+            for name in ("validation", "valid", "val", "dev", "eval", "test")
+        ],
+        *[
+            (f"a.{form} b.{form} test.{form}", f"a.{form} b.{form}", f"test.{form}")
+            for form in ("jsonl", "bin", "parquet")
+        ],
+        # The validation split comes before that of tests, which nobody sees.
+        ("dev.jsonl test.jsonl train.jsonl", "train.jsonl", "dev.jsonl"),
+        ("test/a.jsonl train/a.jsonl train/b.jsonl", "train/a.jsonl train/b.jsonl", "test/a.jsonl"),
+        ("data/Train/a.md data/Test/b.md", "data/Train/a.md", "data/Test/b.md"),
+        ("eval_00.jsonl.gz train_00.jsonl.gz train_01.jsonl.gz",
+         "train_00.jsonl.gz train_01.jsonl.gz", "eval_00.jsonl.gz"),
+        ("books.parquet test/a.parquet web.parquet", "books.parquet web.parquet", "test/a.parquet"),
+        ("notes.jsonl test.jsonl val.jsonl", "notes.jsonl", "val.jsonl"),
+        # One split alone, and none to train on.
+        ("test.jsonl", "test.jsonl", ""),
+        ("test.parquet", "test.parquet", ""),
+        ("test.jsonl val.jsonl", None, None),
+        # Of a program, or of a part of a word.
+        ("main.py test/test_main.py", "main.py test/test_main.py", ""),
+        ("essay.txt test.txt", "essay.txt test.txt", ""),
+        ("contest.jsonl latest.jsonl testimony.jsonl", "contest.jsonl latest.jsonl testimony.jsonl",
+         ""),
+    ],
+)  # fmt: skip
+def test_names_say_what_is_held_out_in_every_form(names, train, held_out, tmp_path):
+    for name in names.split():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        if path.suffix == ".parquet":
+            write(path, ROWS[:3], "parquet")
+    check_parts(tmp_path, names, train, held_out)
 
 
 def test_saved_dataset_has_the_rows_that_it_names(tmp_path):

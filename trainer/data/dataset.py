@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
@@ -95,3 +96,6 @@ class Dataset:
     tokens: str | None = None
     """A hash of the tokens made of that content, in which versions of a tokenizer may differ; None
     if none were made."""
+
+    def keep(self, run_dir: Path) -> None:
+        """Writes into the folder of a run what its samples and exports need of the data."""

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,8 +18,8 @@ from jaxtyping import Integer
 
 from startrail_jax.errors import InputError
 from trainer.data.opening import reading
+from trainer.data.tables import HELD_OUT, TRAIN, splits_of_tables
 from trainer.data.tables import KIND_OF_SUFFIX as TABLES
-from trainer.data.tables import parts_of_tables
 
 # Folders of tests, of installed packages, and of tables that a program has generated. Many of those
 # tables are nearly equal, so training would see what is held out.
@@ -40,10 +40,10 @@ NO_TEXT = frozenset(
     {".json", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".array_record", ".arrayrecord"}
 )
 """Suffixes of files that are no plain text, and are not read."""
-# The names, before suffix and number, of the two parts of data that are split already.
-PART_NAME = re.compile(r"(?P<part>train|val|valid|validation)([-_.]?[0-9].*)?")
-# In this order, if a folder has the parts in several forms.
-PART_SUFFIXES = (".bin", ".npy", ".jsonl", ".txt")
+# Names of folders, and of files before suffix and number, that say which split they are of.
+SPLIT_NAME = re.compile(rf"({'|'.join((TRAIN, *HELD_OUT))})([-_.]?[0-9].*)?", re.IGNORECASE)
+# In this order, if a folder has splits in several forms; the last one is any other text.
+SPLIT_SUFFIXES = (".bin", ".npy", ".jsonl", ".txt", "")
 LISTED_FILES = 5
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
 """The first number in a file of tokens of llm.c -> the data type of its tokens."""
@@ -96,9 +96,10 @@ def standard_library(folder: Path | None = None) -> Files:
 def find_files(path: Path, option: str) -> Files:
     """A file, or all files in a folder and its subfolders, without hidden ones.
 
-    Files train.* and val.*, as nanoGPT writes them, are the two parts of the data, and other files
-    are left out. The suffix is one of `PART_SUFFIXES`; parts may be numbered. The splits of a
-    folder of tables are its parts.
+    Files and folders named `train`, and `val` or another of `HELD_OUT`, are the two parts of the
+    data, and other files are left out; names may be numbered. Without `train`, all files but those
+    held out are trained on; in folders of text, such names then mean nothing, since a program has a
+    folder of tests, too. The splits of a folder of tables are its parts.
     """
     with reading(path):
         if not os.path.lexists(path):
@@ -113,7 +114,7 @@ def find_files(path: Path, option: str) -> Files:
     parts = None
     if path.is_dir():
         is_table = any(kind_of(Path(key)) == "table" for key in keys)
-        parts = _splits(keys, path) if is_table else _parts_by_name(keys)
+        parts = _parts_of_tables(keys, path) if is_table else _parts_by_name(keys, path)
     if parts is None:
         return Files(name=str(path), kind=_one_kind(keys, path, option), paths=paths)
     used = [*parts[0], *parts[1]]
@@ -272,27 +273,56 @@ def _one_kind(keys: list[str], path: Path, option: str) -> Kind:
     return next(iter(kinds))
 
 
-def _splits(keys: list[str], folder: Path) -> tuple[list[str], list[str]]:
-    """The files of a folder of tables to train on, and those to hold out."""
+Parts = tuple[list[str], list[str]]
+"""The files to train on, and those to hold out."""
+
+
+def _parts_of_tables(keys: list[str], folder: Path) -> Parts | None:
     key_of = {os.path.realpath(folder / key): key for key in keys}
-    train, held_out = (
-        [key_of[os.path.realpath(path)] for path in part] for part in parts_of_tables(folder)
-    )
-    return train, held_out
+    splits, is_whole = splits_of_tables(folder)
+    named = {name: [key_of[os.path.realpath(x)] for x in paths] for name, paths in splits.items()}
+    used = {key for split in named.values() for key in split}
+    tables = [key for key in keys if kind_of(Path(key)) == "table" and key not in used]
+    if tables and not is_whole:
+        # Beside a split that is held out, datasets leaves out files without a name.
+        named[""] = tables
+    return _parts(named, folder) or (named.get(TRAIN) or next(iter(named.values())), [])
 
 
-def _parts_by_name(keys: list[str]) -> tuple[list[str], list[str]] | None:
-    """The files to train on and those to hold out, if the names of files in the folder say so."""
-    for suffix in PART_SUFFIXES:
-        parts: tuple[list[str], list[str]] = ([], [])
+def _parts_by_name(keys: list[str], folder: Path) -> Parts | None:
+    """The parts of files of the first form whose names say so."""
+    for suffix in SPLIT_SUFFIXES:
+        splits: dict[str, list[str]] = {}
         for key in keys:
             name = key.removesuffix(GZIP) if suffix not in (".bin", ".npy") else key
-            match = PART_NAME.fullmatch(name.removesuffix(suffix))
-            if match and name.endswith(suffix):
-                parts[match["part"] != "train"].append(key)
-        if all(parts):
+            if name.endswith(suffix):
+                splits.setdefault(_split_of(name.removesuffix(suffix)), []).append(key)
+        is_text = suffix in (".txt", "")
+        if (TRAIN in splits or not is_text) and (parts := _parts(splits, folder)):
             return parts
     return None
+
+
+def _parts(splits: Mapping[str, list[str]], folder: Path) -> Parts | None:
+    """The parts of files whose splits have names, empty for those without one; None if there is
+    nothing to hold out, or nothing else."""
+    held_out = next((splits[name] for name in HELD_OUT if name in splits), [])
+    train = splits.get(TRAIN) or splits.get("", [])
+    if train and held_out:
+        return train, held_out
+    if train or len(splits) < 2:
+        return None
+    raise InputError(
+        f"A folder must have a split 'train', or one split alone; got the splits {sorted(splits)} "
+        f"in {str(folder)!r}. Give the files of one split, in a folder of their own, and those of "
+        "another as --data.validation-path."
+    )
+
+
+def _split_of(name: str) -> str:
+    """The split that a path without its suffix names; empty for none."""
+    matches = (SPLIT_NAME.fullmatch(part) for part in name.split("/"))
+    return next((match[1].lower() for match in matches if match), "")
 
 
 def holds_tokens(path: Path, option: str) -> bool:

@@ -14,30 +14,21 @@ KIND_OF_SUFFIX = {".parquet": "parquet", ".arrow": "arrow"}
 SAVED = ("dataset_dict.json", "state.json")
 """What `save_to_disk` puts into a folder of splits, and into that of a split."""
 TRAIN = "train"
-HELD_OUT = ("validation", "valid", "val", "dev", "test")
+HELD_OUT = ("validation", "valid", "val", "dev", "eval", "evaluation", "test", "testing")
 """Names of splits that are held out; the first one that there is counts."""
 
 
-def parts_of_tables(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files of a folder of tables that are trained on, and those that are held out. Splits are
-    those that `datasets.load_dataset` or `load_from_disk` finds."""
+def splits_of_tables(folder: Path) -> tuple[dict[str, list[Path]], bool]:
+    """The files of each split of a folder of tables, as `datasets.load_dataset` or `load_from_disk`
+    finds them, and whether the folder names all its tables, so that any others are copies."""
     with _datasets(folder) as datasets:
         if any((folder / name).is_file() for name in SAVED):
             found = datasets.load_from_disk(str(folder))
             splits = found if isinstance(found, dict) else {TRAIN: found}
             files = {k: [Path(x["filename"]) for x in v.cache_files] for k, v in splits.items()}
-        else:
-            listed = datasets.load_dataset_builder(str(folder)).config.data_files
-            files = {str(name): [Path(path) for path in paths] for name, paths in listed.items()}
-    if len(files) > 1 and TRAIN not in files:
-        raise InputError(
-            f"A folder of tables must have a split 'train', or one split alone; got the splits "
-            f"{sorted(files)} in {str(folder)!r}. Give the files of one split, in a folder of "
-            "their own, and those of another as --data.validation-path."
-        )
-    train = TRAIN if TRAIN in files else next(iter(files))
-    held_out = next((files[name] for name in HELD_OUT if name in files and name != train), [])
-    return files[train], held_out
+            return files, True
+        listed = datasets.load_dataset_builder(str(folder)).config.data_files
+        return {str(name): [Path(path) for path in paths] for name, paths in listed.items()}, False
 
 
 def read_rows(

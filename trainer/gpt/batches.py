@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data.dataset import Dataset
 from trainer.data.order import NO_EXAMPLE
+from trainer.gpt.chat.stops import keep_stops
 from trainer.gpt.corpus import Corpus, Stream
 
 PADDING = -1
@@ -52,6 +54,9 @@ class TextDataset(Dataset):
         """The data of a corpus, of which the other arguments make examples and batches."""
         same: dict[str, Any] = {x: getattr(corpus, x) for x in ("description", "digest", "tokens")}
         return cls(corpus=corpus, loss_unit=f"nats/{corpus.unit}", **same | others)
+
+    def keep(self, run_dir: Path) -> None:
+        keep_stops(run_dir, self.corpus.stops)
 
 
 class Sequences:

@@ -428,9 +428,9 @@ class DataConfig:
 
     path: Path | None = None
     """A text file, a *.jsonl file (either also as *.gz), a table in *.parquet or *.arrow, a *.bin
-    or *.npy file of tokens, or a folder of such files, all of one kind. If a folder has files
-    train.* and val.*, the former are trained on and the latter are held out. The default
-    is the source code of the Python standard library."""
+    or *.npy file of tokens, or a folder of such files, all of one kind. Files and folders named val
+    or test, among other usual names, are held out (docs/train.md). The default is the source code
+    of the Python standard library."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"

@@ -4,7 +4,7 @@ The tokens are streams in which one token ends every document. Held out are
 
 * with `validation_path`, everything at that path. If some of it lies at `path` too, it is not
   trained on;
-* in a folder with files train.* and val.*, the latter;
+* in a folder with a split to hold out, such as val.* or test/, that split (see `find_files`);
 * of several documents of text (files, or lines of JSONL), those for which a hash of the path in the
   folder (and the line) is below `held_out`. It does not depend on the other documents;
 * of a single text file, the last part of its characters, a fraction of `held_out`;
@@ -101,6 +101,8 @@ class Corpus:
     """A hash of the content of the files of `train`, in hexadecimal digits."""
     tokens: str | None = None
     """A hash of the tokens of `train`, if they were made of text."""
+    stops: tuple[int, ...] = ()
+    """Tokens that end an answer of a conversation, at which samples stop."""
 
 
 def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = None) -> Corpus:

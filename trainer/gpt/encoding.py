@@ -40,6 +40,7 @@ ABOUT_FILE = ".about.json"
 
 TextTokenizer = ByteTokenizer | FileTokenizer
 Part = TypeVar("Part")
+Texts = TypeVar("Texts", bound=Document)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +272,7 @@ def _slices(
         yield from ((held_out, document) for document in slicer.add(part))
 
 
-def chunks(assigned: Iterable[tuple[Part, Document]]) -> Iterator[list[tuple[Part, Document]]]:
+def chunks(assigned: Iterable[tuple[Part, Texts]]) -> Iterator[list[tuple[Part, Texts]]]:
     """Groups the documents, each with its part, into lists of about `CHUNK` characters."""
     chunk, size = [], 0
     for part, document in assigned:

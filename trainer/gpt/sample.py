@@ -15,6 +15,7 @@ import startrail_jax as st
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
 from trainer.data.files import holds_tokens
+from trainer.gpt.chat.stops import read_stops
 from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions, attention_of
 from trainer.gpt.corpus import Corpus
@@ -95,18 +96,23 @@ def template_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) ->
 
 
 def stops_of_run(run_dir: Path, config: GPTTrainConfig, path: Path | None) -> tuple[int, ...]:
-    """The tokens at which the pretrained model of a run stops elsewhere; none without one. If
-    `path`, the tokenizer.json of the sample, is that of another model, there are none: its ids are
-    other tokens."""
+    """The tokens that ended answers in the data of a run, and those at which its pretrained model
+    stops elsewhere. If `path`, the tokenizer.json of the sample, is another one than theirs, there
+    are none: its ids are other tokens."""
+    stops = read_stops(run_dir) if _same_file(path, config.data.tokenizer) else ()
     if config.init_from is None:
-        return ()
+        return stops
     folder = kept_folder(run_dir)
-    kept = folder / TOKENIZER
-    if path not in (None, config.init_from / TOKENIZER) and not (
-        kept.is_file() and path.is_file() and path.read_bytes() == kept.read_bytes()
-    ):
-        return ()
-    return eos_of(folder)
+    if path in (None, config.init_from / TOKENIZER) or _same_file(path, folder / TOKENIZER):
+        stops = (*stops, *eos_of(folder))
+    return stops
+
+
+def _same_file(path: Path | None, other: Path | None) -> bool:
+    """Whether two paths are the same, or files with the same content."""
+    if path == other or path is None or other is None:
+        return path == other
+    return path.is_file() and other.is_file() and path.read_bytes() == other.read_bytes()
 
 
 def _print_streams(streams: list[TextStream], tokens: Any, session: Session) -> None:
@@ -210,6 +216,7 @@ def continue_text(
         [prompt],
         num_tokens=config.sample_length,
         end_of_document=corpus.end_of_document,
+        stops=corpus.stops,
     )
     found = []
     while not interrupted() and (step := next(steps, None)) is not None:

@@ -140,6 +140,10 @@ class FileTokenizer:
         with _library_errors(self._path, OTHER_FILE):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def id_of(self, name: str) -> int:
+        """The id of a token that the tokenizer has."""
+        return self._tokenizer.token_to_id(name)
+
     def name_of(self, token: int) -> str:
         """The name of a token, or its id if it has none."""
         return self._tokenizer.id_to_token(token) or str(token)
@@ -237,8 +241,11 @@ def load_tokenizer(path: Path) -> Any:
     anew."""
     with _library_errors(path, "Give the file that lies beside the weights of the model."):
         path.open("rb").close()
-        files = path.parent.iterdir() if path.name == TOKENIZER else [path]
-        state = {(x.name, x.stat().st_mtime_ns, x.stat().st_size) for x in files if x.is_file()}
+        # Beside it may lie a folder of chat templates.
+        folder = path.parent
+        is_whole = path.name == TOKENIZER
+        files = [*folder.iterdir(), *folder.glob("*/*.jinja")] if is_whole else [path]
+        state = {(str(x), x.stat().st_mtime_ns, x.stat().st_size) for x in files if x.is_file()}
         return _loaded(path.absolute(), frozenset(state))
 
 
@@ -254,6 +261,12 @@ def _loaded(path: Path, state: frozenset[Any]) -> Any:
     found.backend_tokenizer.no_truncation()
     found.backend_tokenizer.no_padding()
     return found
+
+
+def special_tokens(tokenizer: Any) -> set[str]:
+    """The names of the tokens of a tokenizer of transformers that are no text."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {*(x.content for x in added if x.special), *tokenizer.all_special_tokens}
 
 
 def beginning_of(path: Path) -> int | None:

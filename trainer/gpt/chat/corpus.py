@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,10 @@ import numpy as np
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data.cache import filled_folder
-from trainer.data.documents import Document
 from trainer.data.files import RECORD_KINDS, map_tokens
 from trainer.data.progress_bar import shown_progress
 from trainer.gpt.batches import TextDataset
-from trainer.gpt.chat.examples import read_examples
+from trainer.gpt.chat.examples import ChatExample, read_examples
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
@@ -49,12 +49,51 @@ from trainer.gpt.encoding import (
 from trainer.gpt.tokenizer import FileTokenizer, beginning_of
 
 # Changes when the same examples give other files than before.
-FORMAT = 3
+FORMAT = 4
 # Changes when the same examples give other tokens, or others count.
 DIGEST = 1
 PARTS = ("train", "val")
+ENDS_FILE = ".ends.json"
 VECTORS = {"tokens": None, "counted": np.dtype(np.uint8), "ends": np.dtype(np.int64)}
 """Name of each vector of a part, and its data type; None for that of the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How the answers of all examples end."""
+
+    ends: list[str]
+    """The special tokens that end an answer of a conversation."""
+    stops: list[str]
+    """Those of them that stand nowhere else in an answer, so that a sample may stop there."""
+    has_completions: bool
+    """Whether some examples are completions, which end as documents do."""
+    is_open: bool
+    """Whether an answer of a conversation ends with a text that is no special token."""
+
+    def stops_of(self, tokenizer: TextTokenizer) -> tuple[int, ...]:
+        """The ids of `stops`."""
+        if not isinstance(tokenizer, FileTokenizer):
+            return ()
+        return tuple(tokenizer.id_of(x) for x in self.stops)
+
+    def description(self, tokenizer: TextTokenizer) -> str:
+        """A part of the line of the log."""
+        parts = []
+        if self.has_completions:
+            parts.append(f"completions end with {_name_of_end(tokenizer)}")
+        if self.ends and isinstance(tokenizer, FileTokenizer):
+            names = [f"{x!r}, id {tokenizer.id_of(x)}" for x in self.ends]
+            parts.append(f"answers of conversations end with {' and '.join(names)}")
+        if self.is_open:
+            parts.append(
+                "some answers of conversations end with a text that is no single token, at which "
+                "samples do not stop"
+            )
+        if inner := sorted({*self.ends}.difference(self.stops)):
+            names = ", ".join(map(repr, inner))
+            parts.append(f"samples do not stop at {names}, which stands within answers too")
+        return "; ".join(parts)
 
 
 def open_examples(
@@ -77,7 +116,7 @@ def open_examples(
     if config.tokenizer is not None:
         template = ChatTemplate.find(config.tokenizer, config.chat_template)
         folder = folder or cache
-    parts, tokens = _encode_examples(text, template, folder)
+    parts, tokens, ends = _encode_examples(text, template, folder)
     if isinstance(text.tokenizer, FileTokenizer):
         _check_beginning(parts, config, text.tokenizer)
     sources = (files, validation or files)
@@ -100,10 +139,11 @@ def open_examples(
         unit=tokenizer.unit,
         decode=tokenizer.decode,
         description=described(files, validation, counts)
-        + f"; completions end with {_name_of_end(tokenizer)}"
+        + f"; {ends.description(tokenizer)}"
         + (hint(rows[0].lengths, seq_len, layout) if in_rows else ""),
         digest=_hash([DIGEST, text.digest], template)[:16],
         tokens=tokens,
+        stops=ends.stops_of(tokenizer),
     )
     collate = partial(collate_rows, layout=layout, mask_documents=config.mask_documents)
     return TextDataset.of(
@@ -113,16 +153,17 @@ def open_examples(
 
 def _encode_examples(
     text: Text, template: ChatTemplate | None, cache: Path | None
-) -> tuple[list[EncodedExamples], str]:
-    """The examples to train on and those held out, and a hash of the former."""
+) -> tuple[list[EncodedExamples], str, Ends]:
+    """The examples to train on and those held out, a hash of the former, and how answers end."""
     key = _hash([FORMAT, text.key], template)[:32]
     with filled_folder(cache, key, lambda x: _write(text, template, x)) as (folder, sums):
         parts = [
             EncodedExamples(**{x: map_tokens(folder / f"{part}.{x}.npy", "") for x in VECTORS})
             for part in PARTS
         ]
+        ends = Ends(**json.loads((folder / ENDS_FILE).read_text(encoding="utf-8")))
     train = " ".join(sums[f"{PARTS[0]}.{vector}.npy"] for vector in VECTORS)
-    return parts, hashlib.sha256(train.encode()).hexdigest()
+    return parts, hashlib.sha256(train.encode()).hexdigest(), ends
 
 
 def _hash(text: list[Any], template: ChatTemplate | None) -> str:
@@ -143,6 +184,7 @@ def _write(text: Text, template: ChatTemplate | None, folder: Path) -> None:
             }
             for part in PARTS
         }
+        ends, within, has_completions, is_open = set[str](), set[str](), False, False
         told = stack.enter_context(shown_progress(f"tokenising {text.files.name}", text.size))
         for chunk in chunks(_assign(text, template, told)):
             encoded = text.tokenizer.encode_parts([example for _, example in chunk])
@@ -156,13 +198,22 @@ def _write(text: Text, template: ChatTemplate | None, folder: Path) -> None:
                 writers[part]["counted"].add(counted)
                 end = np.array([writers[part]["tokens"].length], np.int64)
                 writers[part]["ends"].add(end)
+                if example.conversation is None:
+                    has_completions = True
+                else:
+                    ends |= example.conversation.ends
+                    within |= example.conversation.within
+                    is_open |= example.conversation.is_open
+    answers = {"ends": sorted(ends), "stops": sorted(ends - within)}
+    answers |= {"has_completions": has_completions, "is_open": is_open}
+    (folder / ENDS_FILE).write_text(json.dumps(answers), encoding="utf-8")
     counts = [writers[part]["ends"].length for part in PARTS]
     check_lengths(counts, "examples", text.files, text.validation, text.config)
 
 
 def _assign(
     text: Text, template: ChatTemplate | None, on_read: Callable[[int], None]
-) -> Iterator[tuple[str, Document]]:
+) -> Iterator[tuple[str, ChatExample]]:
     """Every example, and its part."""
     train, held_out = PARTS
     most = -1.0 if text.validation is not None else _largest_share(text, template)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from startrail_jax.errors import InputError
@@ -17,6 +17,7 @@ from trainer.gpt.chat.template import (
     RESERVED,
     TEMPLATE_FILE,
     ChatTemplate,
+    Conversation,
     Messages,
 )
 
@@ -29,16 +30,27 @@ WEIGHTS = ("train", "weight")
 FORMS = '{"messages": [...]} or {"prompt": "...", "completion": "..."}'
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatExample(Document):
+    """A conversation, or a prompt and its completion."""
+
+    conversation: Conversation | None = None
+    """The former."""
+
+
 def read_examples(
     files: Files,
     template: ChatTemplate | None,
     ignored: Collection[str] = (),
     on_read: Callable[[int], None] = lambda size: None,
-) -> Iterator[Document]:
+) -> Iterator[ChatExample]:
     """The examples of JSONL files or tables, in order, as documents of which some parts count.
     `on_read` is told of every number of bytes of the files that are read."""
     for record in read_records(files, on_read, without=ignored):
         fields = {key: x for key, x in record.fields.items() if x is not None}
+        if files.kind == "table":
+            # Its columns give all objects the same keys.
+            fields = _without_nulls(fields)
         example = replace(record, fields=fields)
         if "messages" in fields:
             _check_keys(example, VARIABLES)
@@ -58,7 +70,7 @@ def _check_keys(record: Record, known: Collection[str]) -> None:
         )
 
 
-def _completion(record: Record) -> Document:
+def _completion(record: Record) -> ChatExample:
     prompt, completion = (record.fields.get(name) for name in COMPLETION)
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         given = {name: type(value).__name__ for name, value in record.fields.items()}
@@ -68,7 +80,7 @@ def _completion(record: Record) -> Document:
         )
     text = prompt + completion
     check_unicode(text, record.place)
-    return Document(
+    return ChatExample(
         key=record.key,
         place=record.place,
         text=text,
@@ -77,14 +89,14 @@ def _completion(record: Record) -> Document:
     )
 
 
-def _conversation(record: Record, template: ChatTemplate | None) -> Document:
+def _conversation(record: Record, template: ChatTemplate | None) -> ChatExample:
     if template is None:
         raise InputError(
             "Conversations need the chat template of a tokenizer; got none for the messages in "
             f"{record.place!r}. Give --data.tokenizer with {TEMPLATE_FILE} or {CONFIG_FILE} beside "
             "it, or the template (--data.chat-template); or write prompt and completion."
         )
-    fields = _without_nulls({key: _parsed(key, x, record) for key, x in record.fields.items()})
+    fields = {key: _parsed(key, x, record) for key, x in record.fields.items()}
     messages = _checked(fields.pop("messages"), record.place)
     options = fields.pop("chat_template_kwargs", {})
     if reserved := sorted(RESERVED & options.keys()):
@@ -98,15 +110,26 @@ def _conversation(record: Record, template: ChatTemplate | None) -> Document:
             "A conversation must have a message of the assistant that the loss counts; got "
             f"train=false or weight=0 for all of them in {record.place!r}. Remove the line."
         )
-    said = [{k: v for k, v in message.items() if k not in WEIGHTS} for message in messages]
-    text, counted = template.render(said, record.place, counted=counts, **fields, **options)
-    check_unicode(text, record.place)
-    if not counted:
+    # Of a message, transformers leaves out what is null.
+    said = [
+        {key: x for key, x in message.items() if key not in WEIGHTS and x is not None}
+        for message in messages
+    ]
+    found = template.render(said, record.place, counted=counts, **fields, **options)
+    check_unicode(found.text, record.place)
+    if not found.answers:
         raise InputError(
             "A chat template must show what the assistant says; got a text without any for "
             f"{record.place!r}. Correct the template (--data.chat-template) or the messages."
         )
-    return Document(key=record.key, place=record.place, text=text, counted=counted, is_last=False)
+    return ChatExample(
+        key=record.key,
+        place=record.place,
+        text=found.text,
+        counted=found.answers,
+        is_last=False,
+        conversation=found,
+    )
 
 
 def _checked(messages: Any, place: str) -> Messages:
@@ -150,7 +173,7 @@ def _parsed(key: str, value: Any, record: Record) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value of JSON without the keys that are null, as tables give all objects the same keys."""
+    """A value of JSON without the keys that are null."""
     if isinstance(value, dict):
         return {key: _without_nulls(x) for key, x in value.items() if x is not None}
     return [_without_nulls(x) for x in value] if isinstance(value, list) else value
@@ -159,7 +182,7 @@ def _without_nulls(value: Any) -> Any:
 def _counts(message: dict[str, Any], place: str) -> bool:
     """Whether the loss counts a message."""
     is_assistant = message["role"] == "assistant"
-    given = [message[key] for key in WEIGHTS if key in message]
+    given = [message[key] for key in WEIGHTS if message.get(key) is not None]
     if any(x not in (0, 1) for x in given) or len(set(map(bool, given))) > 1:
         raise InputError(
             "train of a message must be true or false, and its weight 0 or 1, which say the same; "

@@ -13,11 +13,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.gpt.tokenizer import load_tokenizer
+from trainer.gpt.chat.marks import REASONING, Mark, MarkedMessages
+from trainer.gpt.tokenizer import load_tokenizer, special_tokens
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
@@ -28,8 +30,6 @@ NOW = re.compile(r"""strftime_now\(\s*(?:"([^"{}]*)"|'([^'{}]*)')\s*\)""")
 # What transformers takes for the mark of what the assistant says.
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SPECIAL_TOKENS = {"bos_token", "eos_token", "unk_token", "pad_token"}
-REASONING = {"reasoning_content", "reasoning", "thinking"}
-"""Names of what an assistant thought; transformers gives each to a template that asks for one."""
 COMMON = {"role", "content", "tool_call_id"}
 """Keys of messages that a template may leave unread: an id only says which call is answered."""
 RESERVED = {
@@ -43,6 +43,21 @@ Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as one text."""
+
+    text: str
+    answers: tuple[Span, ...]
+    """The parts of the text that the assistant says, each with what ends it."""
+    ends: frozenset[str] = frozenset()
+    """The special tokens that end answers."""
+    within: frozenset[str] = frozenset()
+    """The special tokens in answers before their end."""
+    is_open: bool = False
+    """Whether an answer ends with a text that is no special token."""
+
+
 class ChatTemplate:
     """A Hugging Face chat template. It makes of messages what transformers makes of them, except
     that `strftime_now` always tells `TODAY`."""
@@ -54,6 +69,8 @@ class ChatTemplate:
         self._source = source
         self._name = name
         self._tokens = dict(tokenizer.special_tokens_map)
+        specials = sorted(special_tokens(tokenizer), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         found = source or tokenizer.chat_template
         sources = list(found.values()) if isinstance(found, Mapping) else [found]
         self.digest = hashlib.sha256(json.dumps([sources, self._tokens]).encode()).hexdigest()
@@ -87,17 +104,17 @@ class ChatTemplate:
 
     def render(
         self, messages: Messages, place: str, *, counted: Sequence[bool] = (), **variables: Any
-    ) -> tuple[str, tuple[Span, ...]]:
+    ) -> Conversation:
         """The text of a conversation, and the parts of it that the assistant says. These are what
         the template marks by `{% generation %}`. If it marks nothing, they are what it adds to the
-        messages before and to the words that ask the assistant to speak, including the token that
-        ends a turn. `counted` says for each message whether it counts if it is the assistant's;
-        empty if all do."""
+        messages before and to the words that ask the assistant to speak. With both, the token that
+        ends the turn belongs to them. `counted` says for each message whether it counts if it is
+        the assistant's; empty if all do."""
         source = self._source_for(variables.get("tools"), place)
         is_marked = bool(GENERATION.search(source))
         run = functools.partial(self._run, source, place=place, variables=variables)
         text, spans = run(messages, marks=is_marked)
-        self._check_read(source, messages, variables, text, run, place)
+        self._check_keys(source, messages, variables, text, run, place)
         said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in said if not counted or counted[n]]
         if not is_marked:
@@ -110,7 +127,9 @@ class ChatTemplate:
                     f"{self._name!r} for {place!r}. Correct the template (--data.chat-template)."
                 )
             spans = [span for number, span in zip(said, spans, strict=True) if number in wanted]
-        return text, tuple((first, end) for first, end in spans if first < end)
+        strings = self._check_shown(messages, wanted, text, run, place)
+        spans = [(first, end) for first, end in spans if first < end]
+        return self._with_ends(text, spans, strings, messages, run, place)
 
     def question(self, text: str) -> str:
         """A conversation that a user begins with a text, up to the answer of the assistant."""
@@ -149,7 +168,7 @@ class ChatTemplate:
             "(--data.chat-template), or write prompt and completion."
         )
 
-    def _check_read(
+    def _check_keys(
         self,
         source: str,
         messages: Messages,
@@ -158,7 +177,7 @@ class ChatTemplate:
         run: Any,
         place: str,
     ) -> None:
-        """Raises if the template takes no notice of something that it was given."""
+        """Raises if the template takes no notice of a key."""
         words = _words(source)
         idle = {key for key, value in variables.items() if value and key not in words}
         for message in messages:
@@ -171,14 +190,107 @@ class ChatTemplate:
             if key in variables
             or text == run([{k: v for k, v in x.items() if k != key} for x in messages])[0]
         }
-        calls = [name for message in messages for name in _called(message) if name not in text]
-        if idle or calls:
-            what = f"the keys {sorted(idle)}" if idle else f"the calls of {calls}"
-            raise InputError(
-                f"A chat template must show all that a conversation has; got {place!r}, with "
-                f"{what} that {self._name!r} takes no notice of. Remove them, or give another "
-                "template: --data.chat-template."
-            )
+        if idle:
+            raise self._not_shown(f"the keys {sorted(idle)}", place)
+        tools = [x for x in map(_name_of, variables.get("tools") or ()) if x and x not in text]
+        if tools:
+            raise self._not_shown(f"the tools {tools}", place)
+
+    def _check_shown(
+        self, messages: Messages, counted: Sequence[int], text: str, run: Any, place: str
+    ) -> Sequence[tuple[int, str]]:
+        """Raises unless all that messages say is in the text. Returns where each string ends in it,
+        and of what kind it is; nothing if that cannot be told."""
+        marks = MarkedMessages(messages, text)
+        try:
+            marked = run(marks.messages)[0]
+        except InputError:  # The template heeds what a string is: each is marked by itself.
+            marked = ""
+        for mark in marks:
+            if not (mark.is_in(marked) or self._shows(mark, counted, run)):
+                raise self._not_shown(mark.description, place)
+        return marks.places(marked, text)
+
+    def _shows(self, mark: Mark, counted: Sequence[int], run: Any) -> bool:
+        """Whether a string is shown if it alone is marked. A thought that does not count may be
+        forgotten by later turns."""
+        messages = mark.alone()
+        if mark.is_thought and mark.number not in counted:
+            messages = messages[: mark.number + 1]
+        try:
+            return mark.is_in(run(messages)[0])
+        except InputError:
+            return True
+
+    def _with_ends(
+        self,
+        text: str,
+        spans: Sequence[Span],
+        strings: Sequence[tuple[int, str]],
+        messages: Messages,
+        run: Any,
+        place: str,
+    ) -> Conversation:
+        """The conversation, with the end of each answer: a special token, or another text that the
+        template puts behind what the assistant says. The token of the next role ends an answer too;
+        behind the last one, it is added."""
+        ends, within, answers, is_open = set[str](), set[str](), [], False
+        for first, end in spans:
+            found = [*self._special.finditer(text, first, end)]
+            if not found or text[found[-1].end() : end].strip():
+                last, kind = max((x for x in strings if first <= x[0] <= end), default=(0, "call"))
+                if kind == "content" and text[last:end].strip():
+                    is_open = True
+                    within |= {x[0] for x in found}
+                    answers.append((first, end))
+                    continue
+                text, follows = self._next_token(text, end, messages, run)
+                if follows is None:
+                    raise InputError(
+                        "A chat template must end what the assistant says by a token, which the "
+                        f"loss counts; got {self._name!r}, with nothing behind an answer of "
+                        f"{place!r}: the model would never stop. Write {{{{ eos_token }}}} behind "
+                        "the answers in a template of your own (--data.chat-template), or write "
+                        "prompt and completion, which end as documents do."
+                    )
+                found.append(follows)
+                end = follows.end()
+            # Behind that token, there may be the one that begins the next turn.
+            at = len(found) - 1
+            while at and not text[found[at - 1].end() : found[at].start()].strip():
+                at -= 1
+            ends.add(found[at][0])
+            within |= {x[0] for x in found[:at]}
+            answers.append((first, end))
+        return Conversation(text, tuple(answers), frozenset(ends), frozenset(within), is_open)
+
+    def _next_token(
+        self, text: str, end: int, messages: Messages, run: Any
+    ) -> tuple[str, re.Match[str] | None]:
+        """The special token that follows an answer, in a text that has it: at the end of the text,
+        the one with which the user would speak next is added. None if other text follows."""
+        if not text[end:].strip():
+            try:
+                longer = run([*messages, {"role": "user", "content": "a"}])[0]
+            except InputError:  # A template may refuse another turn.
+                longer = ""
+            follows = self._special.search(longer, len(text))
+            if not longer.startswith(text) or follows is None:
+                return text, None
+            if longer[end : follows.start()].strip():
+                return text, None
+            return longer[: follows.end()], follows
+        follows = self._special.search(text, end)
+        if follows is None or text[end : follows.start()].strip():
+            return text, None
+        return text, follows
+
+    def _not_shown(self, what: str, place: str) -> InputError:
+        return InputError(
+            f"A chat template must show all that a conversation has; got {place!r}, with {what}, "
+            f"which {self._name!r} leaves out. Remove or rename it, or give another template: "
+            "--data.chat-template."
+        )
 
     def _run(
         self,
@@ -231,12 +343,17 @@ def _words(source: str) -> set[str]:
     return words | REASONING if words & REASONING else words
 
 
+def _name_of(tool: Any) -> str | None:
+    """The name of a function in a list of tools."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def _called(message: Mapping[str, Any]) -> list[str]:
     """Names of the functions that a message calls."""
-    calls = message.get("tool_calls") or []
-    functions = [x.get("function", x) for x in calls if isinstance(x, dict)]
-    names = [x.get("name") for x in functions if isinstance(x, dict)]
-    return [name for name in names if isinstance(name, str)]
+    names = map(_name_of, message.get("tool_calls") or [])
+    return [name for name in names if name is not None]
 
 
 def _must_show(message: Mapping[str, Any]) -> list[str]:
@@ -245,7 +362,7 @@ def _must_show(message: Mapping[str, Any]) -> list[str]:
 
 
 def _has_reasoning(message: Mapping[str, Any]) -> bool:
-    return bool(REASONING & message.keys()) or "think>" in str(message.get("content"))
+    return any(message.get(x) for x in REASONING) or "think>" in str(message.get("content"))
 
 
 def _read_text(path: Path) -> str:

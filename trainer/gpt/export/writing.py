@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
+from trainer.gpt.chat.stops import read_stops
 from trainer.gpt.chat.template import TEMPLATE_FILE
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.lora import (
@@ -25,7 +26,12 @@ from trainer.gpt.lora import (
 )
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.config_json import CONFIG, describe
-from trainer.gpt.pretrained.defaults import TOKENIZER_FILES, kept_folder
+from trainer.gpt.pretrained.defaults import (
+    TEMPLATES_FOLDER,
+    eos_of,
+    files_of_tokenizer,
+    kept_folder,
+)
 from trainer.gpt.pretrained.families import (
     family_of,
     plain,
@@ -34,7 +40,7 @@ from trainer.gpt.pretrained.families import (
     to_values,
     without_rope,
 )
-from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
+from trainer.gpt.pretrained.initial import GENERATION, copy_file, kept_files
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name
@@ -85,7 +91,7 @@ def export_run(
     kept = kept_folder(run_dir)
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
     before: Any = "float32" if values is None else values.get("torch_dtype")
-    apart = config.freezes and not merge
+    apart, ids = config.freezes and not merge, dict[str, int | None]()
     check_merge(config, run_dir, merge=merge)
     kind = dtype or (before if before in get_args(Dtype) and not apart else "float32")
     family: str = family_of(config.model)
@@ -101,6 +107,13 @@ def export_run(
             described |= ids
             # It has those of the tokenizer that the model came with.
             beside.pop(GENERATION, None)
+    generation = {}
+    if stops := read_stops(run_dir):
+        generation = read_object(beside.pop(GENERATION)) if GENERATION in beside else {}
+        ends = [described.get("eos_token_id")] if ids else eos_of(kept)
+        generation["eos_token_id"] = [*stops, *(x for x in ends if x not in (None, *stops))]
+        if not apart:
+            described["eos_token_id"] = generation["eos_token_id"]
     weights, found = restore_model(
         run_dir, config, shapes_on_host(NextToken(config)), step=step, only_trained=apart, note=note
     )
@@ -117,6 +130,10 @@ def export_run(
             write_merged(arrays, of_model, config.lora, part, lambda _: jnp.dtype(kind), **options)
         for file, path in beside.items():
             copy_file(path, part / file)
+        if generation:
+            (part / GENERATION).write_text(
+                json.dumps(generation, indent=2) + "\n", encoding="utf-8"
+            )
         # Last: a kill leaves a hidden folder without it.
         (part / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
@@ -129,17 +146,20 @@ def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:
     data, with what lies beside it: the model has learnt its ids. Where that is the one of the
     pretrained model, or there is none, it is what the run has kept."""
     data = config.data
-    found = {name: kept / name for name in KEPT}
+    found = kept_files(kept)
     own = None if config.init_from is None else config.init_from / TOKENIZER
     tokenizer = data.tokenizer
-    if tokenizer is not None and not (tokenizer == own and found[TOKENIZER].is_file()):
+    if tokenizer is not None and not (tokenizer == own and TOKENIZER in found):
         _require_file(tokenizer, "data.tokenizer")
-        found |= {name: tokenizer.with_name(name) for name in TOKENIZER_FILES}
-        found[TOKENIZER] = tokenizer
+        # The files of one tokenizer belong together.
+        found = {name: path for name, path in found.items() if name == GENERATION}
+        found |= files_of_tokenizer(tokenizer.parent) | {TOKENIZER: tokenizer}
     if data.chat_template is not None:
         _require_file(data.chat_template, "data.chat_template")
+        # It is that of conversations with tools too.
+        found = {name: path for name, path in found.items() if TEMPLATES_FOLDER not in name}
         found[TEMPLATE_FILE] = data.chat_template
-    return {name: path for name, path in found.items() if path.is_file()}
+    return found
 
 
 def _require_file(path: Path, name: str) -> None:

@@ -24,8 +24,17 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 """Files that say how text becomes tokens."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""Folder of chat templates with names, such as one for tools."""
 IDS_OF_BYTES = range(256, 513)
 """Sizes of the vocabulary of a model whose tokens are bytes: few others may be among them."""
+
+
+def files_of_tokenizer(folder: Path) -> dict[str, Path]:
+    """The files in a folder that say how text becomes tokens, by their path in it."""
+    templates = sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))
+    names = (*TOKENIZER_FILES, *(f"{TEMPLATES_FOLDER}/{path.name}" for path in templates))
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def pretrained(folder: Path) -> GPTTrainConfig:
@@ -175,7 +184,7 @@ def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> 
 
 def require_bytes(folder: Path, vocab_size: int, flag: str) -> None:
     """Raises unless the tokens of a pretrained model can be bytes."""
-    files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    files = files_of_tokenizer(folder)
     if files or vocab_size not in IDS_OF_BYTES:
         raise InputError(
             f"Text for a pretrained model must become tokens by its {TOKENIZER}; got none, for "

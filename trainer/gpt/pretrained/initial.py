@@ -17,7 +17,7 @@ from trainer import durable
 from trainer.data.opening import read_object, reading
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description, text_values
-from trainer.gpt.pretrained.defaults import GENERATION, TOKENIZER_FILES
+from trainer.gpt.pretrained.defaults import GENERATION, files_of_tokenizer
 from trainer.gpt.pretrained.experts import with_experts
 from trainer.gpt.pretrained.olmo import as_published
 from trainer.gpt.pretrained.tensors import IMAGES, name_of_text, part_of, places
@@ -28,8 +28,6 @@ from trainer.sums import write_sums
 from trainer.weights.files import open_tensors
 from trainer.weights.initial import TensorWeights
 
-KEPT = (*TOKENIZER_FILES, GENERATION)
-"""Files beside the weights that say how text becomes tokens, and how the model is used."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -41,9 +39,8 @@ class Pretrained(TensorWeights):
         """Copies what is not weights into a run folder; the type in config.json becomes theirs."""
         source, folder = self.tensors.folder, run_dir / KEPT_FOLDER
         folder.mkdir(exist_ok=True)
-        for name in KEPT:
-            if (source / name).is_file():
-                copy_file(source / name, folder / name)
+        for name, path in kept_files(source).items():
+            copy_file(path, folder / name)
         values = text_values(read_object(source / CONFIG), CONFIG)
         values = {k: v for k, v in values.items() if k != "dtype"}
         values["torch_dtype"] = self.tensors.dtype
@@ -53,10 +50,19 @@ class Pretrained(TensorWeights):
         durable.flush(folder.parent)
 
 
+def kept_files(folder: Path) -> dict[str, Path]:
+    """The files beside the weights of a model that say how text becomes tokens, and how the model
+    is used, by their path in its folder."""
+    generation = folder / GENERATION
+    others = {GENERATION: generation} if generation.is_file() else {}
+    return files_of_tokenizer(folder) | others
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copies a file of a tokenizer; raises ValueError if it cannot be read."""
     with reading(source):
         content = source.read_bytes()
+    target.parent.mkdir(exist_ok=True)
     target.write_bytes(content)
 
 
