@@ -25,7 +25,7 @@ from startrail_jax.linear.block import LinearCall, LinearRequest
 from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
 from startrail_jax.linear.cost import communication_of_states
 from startrail_jax.linear.explain import LinearExplanation
-from startrail_jax.linear.halo import begins, kept, with_tokens_before
+from startrail_jax.linear.halo import begins, ids_before, kept
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
 from startrail_jax.linear.sizes import LayerSizes, StateSizes
@@ -131,11 +131,12 @@ class LinearAttention(Sharded):
                 key_dim] under "kda"; floats of at most 0, as a rule. -inf forgets everything. None
                 for no decay.
             beta: [batch, seq, heads], what the written value is multiplied by; None for 1.
-            segment_ids: integers [batch, seq]. A document begins, with a state of zeros, at a token
-                whose id differs from that of the token before it. Negative ids are padding: such
-                tokens neither change nor end the state, and their outputs and gradients are 0.
+            segment_ids: integers [batch, seq]. Negative ids are padding, wherever it is: such
+                tokens neither change nor end the state, and their outputs and gradients are 0. Of
+                the others, a document begins, with a state of zeros, at each whose id differs from
+                that of the one before it, also where the id of an earlier document comes back.
             initial_state: float32 [batch, heads, key_dim, value_dim], sharded as `state_spec`: the
-                state before the first token. None for zeros.
+                state before the first token that is no padding. None for zeros.
             return_state: whether to return the state after the last token too.
 
         Returns:
@@ -230,8 +231,8 @@ class LinearAttention(Sharded):
         line, fresh = call.line, jnp.zeros((b, t), bool)
         if ids is not None:
             tokens = [kept(ids >= 0, x) for x in tokens]
-            behind = with_tokens_before(ids, ids[:, :1], line.axis, zigzag=line.zigzag)
-            fresh = begins(behind).reshape(b, t)
+            before = ids_before(ids, line.axis, zigzag=line.zigzag)
+            fresh = begins(ids.reshape(*before.shape, -1), before).reshape(b, t)
         if state is None:
             state = jnp.zeros((b, call.heads, *(x.shape[3] for x in tokens[::2][:2])), jnp.float32)
         out, last = linear_attention(call, vary(state, *line.axis.names), fresh, *tokens)
