@@ -709,6 +709,24 @@ def test_mistakes_are_named():
         attention_on(st.Degrees(tensor=2), "kda").communication(batch=1, heads=3, **sizes)
     with refused(InputError, "kernel [width, ...]", "kernel [4, 5]"):
         attention.causal_conv(q, jnp.zeros((4, 5)))
+    for x, kernel, initial in (
+        (jnp.ones((2, 8, 4), int), jnp.ones((3, 4)), jnp.zeros((2, 2, 4))),
+        (beta, jnp.ones((3, 4), int), jnp.zeros((2, 2, 4))),
+        (beta, jnp.ones((3, 4), "complex64"), jnp.zeros((2, 2, 4))),
+        (beta, jnp.ones((3, 4)), jnp.ones((2, 2, 4), bool)),
+    ):
+        with refused(InputError, "x, kernel and initial must be floats; got x "):
+            attention.causal_conv(x, kernel, initial=initial)
+        with refused(InputError, "x, kernel and initial must be floats; got x "):
+            attention.decode_conv(x, kernel, initial=initial)
+    with refused(InputError, "x, kernel and initial must be floats; got x float32, kernel int32"):
+        attention.conv_local(beta, jnp.ones((3, 4), jnp.int32))
+    with refused(
+        InputError, "state must be float32 [batch, heads, key_dim, value_dim]", state=None
+    ):
+        attention.decode(q, k, v, decay, beta, state=None)
+    with refused(InputError, "initial must be [batch, width - 1, ...]", initial=None):
+        attention.decode_conv(beta, jnp.ones((3, 4)), initial=None)
     with refused(InputError, "at least width - 1 tokens; got 4, width=6"):
         attention.causal_conv(beta, jnp.zeros((6, 4)))
     with refused(InputError, "seq_len must be divisible by", seq_len=7):
