@@ -86,7 +86,9 @@ def _documents(ids, shape):
     """Which tokens begin a document that is not the first of its row, and which are no padding."""
     ids = np.zeros(shape, int) if ids is None else np.asarray(ids)
     begins = np.zeros(shape, bool)
-    begins[:, 1:] = (ids[:, 1:] != ids[:, :-1]) & (ids[:, 1:] >= 0)
+    for row in range(shape[0]):
+        (real,) = np.nonzero(ids[row] >= 0)
+        begins[row, real[1:]] = ids[row, real[1:]] != ids[row, real[:-1]]
     return begins, ids >= 0
 
 

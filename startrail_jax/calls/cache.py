@@ -61,7 +61,8 @@ class Decoding(Arguments):
             query: [batch, new, heads, head_dim] sharded as `decode_spec(heads)`, replicated over
                 the sequence axes. `new` should be small, as all logits exist at once.
             key_cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`, in the
-                order of `layout`. It already holds the keys of `query`: see `update_cache`.
+                order of `layout`. It already holds the keys of `query`: see `update_cache`. Slots
+                of padding in front of a prompt would be seen: leave padding out of the cache.
             value_cache: [batch, slots, kv_heads, value_head_dim], sharded like key_cache.
             positions: int32 [batch, new], the position of each query. A query sees the slots up to
                 its own position that the mask shows. A query at a negative position sees no slot.
@@ -212,7 +213,7 @@ class Decoding(Arguments):
             new: [batch, new, kv_heads, head_dim], sharded like the cache, but replicated over the
                 sequence axes.
             positions: int32 [batch, new], distinct in each row. Positions outside the cache are not
-                written.
+                written: give padding in front of a prompt negative ones, and count from 0 after it.
 
         Returns:
             The cache, with its sharding and dtype unchanged.

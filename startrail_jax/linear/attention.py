@@ -25,7 +25,7 @@ from startrail_jax.linear.block import LinearCall, LinearRequest
 from startrail_jax.linear.conv import conv_of_all, conv_on_device, last_inputs
 from startrail_jax.linear.cost import communication_of_states
 from startrail_jax.linear.explain import LinearExplanation
-from startrail_jax.linear.halo import begins, kept, with_tokens_before
+from startrail_jax.linear.halo import begins, ids_before, kept
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
 from startrail_jax.linear.sizes import LayerSizes, StateSizes
@@ -131,11 +131,12 @@ class LinearAttention(Sharded):
                 key_dim] under "kda"; floats of at most 0, as a rule. -inf forgets everything. None
                 for no decay.
             beta: [batch, seq, heads], what the written value is multiplied by; None for 1.
-            segment_ids: integers [batch, seq]. A document begins, with a state of zeros, at a token
-                whose id differs from that of the token before it. Negative ids are padding: such
-                tokens neither change nor end the state, and their outputs and gradients are 0.
+            segment_ids: integers [batch, seq]. Negative ids are padding, wherever it is: such
+                tokens neither change nor end the state, and their outputs and gradients are 0. Of
+                the others, a document begins, with a state of zeros, at each whose id differs from
+                that of the one before it, also where the id of an earlier document comes back.
             initial_state: float32 [batch, heads, key_dim, value_dim], sharded as `state_spec`: the
-                state before the first token. None for zeros.
+                state before the first token that is no padding. None for zeros.
             return_state: whether to return the state after the last token too.
 
         Returns:
@@ -230,8 +231,8 @@ class LinearAttention(Sharded):
         line, fresh = call.line, jnp.zeros((b, t), bool)
         if ids is not None:
             tokens = [kept(ids >= 0, x) for x in tokens]
-            behind = with_tokens_before(ids, ids[:, :1], line.axis, zigzag=line.zigzag)
-            fresh = begins(behind).reshape(b, t)
+            before = ids_before(ids, line.axis, zigzag=line.zigzag)
+            fresh = begins(ids.reshape(*before.shape, -1), before).reshape(b, t)
         if state is None:
             state = jnp.zeros((b, call.heads, *(x.shape[3] for x in tokens[::2][:2])), jnp.float32)
         out, last = linear_attention(call, vary(state, *line.axis.names), fresh, *tokens)
@@ -293,7 +294,7 @@ class LinearAttention(Sharded):
         return_last: bool = False,
     ) -> Any:
         """Computes one device's part of `causal_conv`, as `local` does that of a call."""
-        first = jnp.zeros((x.shape[0], kernel.shape[0] - 1, *x.shape[2:]), x.dtype)
+        first = _check_conv(x, kernel, None)
         ids = None if segment_ids is None else as_negative(self.padding_id, segment_ids)
         out, last = self._conv_on_device(return_last, x, kernel, first, ids)
         return (out, last) if return_last else out
@@ -478,7 +479,7 @@ class LinearAttention(Sharded):
         decay: ArrayLike | None = None,
         beta: ArrayLike | None = None,
         *,
-        state: ArrayLike,
+        state: ArrayLike | None,
     ) -> tuple[Array, Array]:
         """The outputs of new tokens, and the state after them.
 
@@ -487,7 +488,8 @@ class LinearAttention(Sharded):
 
         Args:
             query, key, value, decay, beta: as in a call, of a few new tokens.
-            state: float32 [batch, heads, key_dim, value_dim] before them, sharded as `state_spec`.
+            state: float32 [batch, heads, key_dim, value_dim] before them, sharded as `state_spec`;
+                not None.
 
         Returns:
             out [batch, new, heads, value_dim] with the dtype of value, and the state.
@@ -496,18 +498,24 @@ class LinearAttention(Sharded):
             ValueError: if shapes or dtypes do not fit each other or the mesh.
         """
         check_whole(self.mesh)
+        if state is None:
+            raise InputError(
+                "state must be float32 [batch, heads, key_dim, value_dim]; got state=None. Pass "
+                "what a call with return_state=True returned, or zeros before the first token."
+            )
         given = (query, key, value, decay, beta, state)
         arrays = [x if x is None else jnp.asarray(x) for x in given]
         return _run_decode(self, self._check([*arrays, None], whole=False), *arrays)
 
     def decode_conv(
-        self, x: ArrayLike, kernel: ArrayLike, *, initial: ArrayLike
+        self, x: ArrayLike, kernel: ArrayLike, *, initial: ArrayLike | None
     ) -> tuple[Array, Array]:
         """`causal_conv` of a few new tokens, which all devices along the sequence axes hold.
 
         Args:
             x, kernel: as for `causal_conv`.
-            initial: [batch, width - 1, ...], the last inputs that `causal_conv` or this returned.
+            initial: [batch, width - 1, ...], the last inputs that `causal_conv` or this returned;
+                not None.
 
         Returns:
             out with the shape and the dtype of x, and the new last inputs.
@@ -515,6 +523,11 @@ class LinearAttention(Sharded):
         Raises:
             ValueError: if shapes do not fit each other.
         """
+        if initial is None:
+            raise InputError(
+                "initial must be [batch, width - 1, ...]; got initial=None. Pass what causal_conv "
+                "with return_last=True returned, or zeros before the first token."
+            )
         x, kernel = jnp.asarray(x), jnp.asarray(kernel)
         first = _check_conv(x, kernel, initial)
         return conv_of_all(x, kernel, first)
@@ -593,14 +606,19 @@ class LinearAttention(Sharded):
 def _check_conv(x: Array, kernel: Array, initial: Any) -> Array:
     """What stands before the first token; raises a ValueError unless all fit each other."""
     form = (x.shape[0], max(len(kernel) - 1, 0), *x.shape[2:]) if x.ndim in (3, 4) else ()
-    first = jnp.zeros(form, x.dtype) if initial is None else jnp.asarray(initial, x.dtype)
+    first = jnp.zeros(form, x.dtype) if initial is None else jnp.asarray(initial)
+    if not all(jnp.issubdtype(y.dtype, jnp.floating) for y in (x, kernel, first)):
+        raise InputError(
+            f"x, kernel and initial must be floats; got x {x.dtype}, kernel {kernel.dtype}, "
+            f"initial {first.dtype}. Cast them."
+        )
     if not form or kernel.shape[1:] != x.shape[2:] or not kernel.size or first.shape != form:
         raise InputError(
             "x must be [batch, seq, ...] with one or two dimensions of channels, kernel [width, "
             "...] and initial [batch, width - 1, ...] with the same ones; got x "
             f"{list(x.shape)}, kernel {list(kernel.shape)}, initial {list(first.shape)}."
         )
-    return first
+    return first.astype(x.dtype)
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.

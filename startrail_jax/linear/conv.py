@@ -25,7 +25,7 @@ def conv_on_device(
     zigzag, extra = layout.kind == "zigzag", first.shape[1]
     number = None
     if ids is not None:
-        number = _documents(with_tokens_before(ids, _first_ids(ids, extra), axis, zigzag=zigzag))
+        number = _documents(with_tokens_before(ids, _no_ids(ids, extra), axis, zigzag=zigzag))
     inputs = with_tokens_before(x, first, axis, zigzag=zigzag, dtype=jnp.float32)
     return _summed(inputs, kernel, number).astype(x.dtype).reshape(x.shape)
 
@@ -79,18 +79,16 @@ def last_inputs(
         before = kept((wanted < 0) & (rank == 0), before)
         return collectives.total(own + before, axis)
 
-    # The first token has the document of what stands before it.
-    is_first = jnp.where(rank == 0, ids[:, :1], 0)
-    number = _documents(found(ids, _first_ids(collectives.total(is_first, axis), extra)))
+    number = _documents(found(ids, _no_ids(ids, extra)))
     last = found(x, first)
     return kept(number == number[:, -1:], last)
 
 
 def _documents(ids: Array) -> Array:
-    """Numbers of documents, of neighbouring tokens."""
-    counted = jnp.cumsum(begins(ids), -1, dtype=jnp.int32)
-    return jnp.concatenate([jnp.zeros_like(ids[..., :1]), counted], -1)
+    """Numbers of the documents of neighbouring tokens, among which padding begins none."""
+    return jnp.cumsum(begins(ids, jnp.full_like(ids[..., 0], -1)), -1, dtype=jnp.int32)
 
 
-def _first_ids(ids: Array, extra: int) -> Array:
-    return jnp.broadcast_to(ids[:, :1], (ids.shape[0], extra))
+def _no_ids(ids: Array, extra: int) -> Array:
+    """Those of what stands before the first token, which has its document."""
+    return jnp.full_like(ids, -1, shape=(len(ids), extra))

@@ -13,7 +13,6 @@ from startrail_jax.traffic.cost import Communication, Traffic, placed_on_nodes
 from startrail_jax.traffic.ports import messages
 
 _INT32 = 4
-_IDS = "segment ids"
 
 
 def communication_of_states(
@@ -32,8 +31,8 @@ def communication_of_states(
     forward = _scan(n, sizes, zigzag=zigzag, up=True)
     backward = _scan(n, sizes, zigzag=zigzag, up=zigzag)
     if packed:
-        ways = (True, False) if zigzag else (True,)
-        forward += [_Message(_IDS, sizes.batch * _INT32, pairs_along(n, 1, up)) for up in ways]
+        slices = 2 if zigzag else 1
+        forward.append(_Message("segment ids", sizes.batch * slices * _INT32, gathered=True))
     if return_state:
         forward.append(_Message("last state", sizes.state_bytes))
     if initial_state:
@@ -57,7 +56,9 @@ class _Message:
     name: str
     size: int
     pairs: list[tuple[int, int]] | None = None
-    """Of a permute; None for an all_reduce."""
+    """Of a permute; None for an all_reduce or an all_gather."""
+    gathered: bool = False
+    """Whether it is an all_gather."""
 
 
 def _scan(n: int, sizes: StateSizes, *, zigzag: bool, up: bool) -> list[_Message]:
@@ -86,7 +87,10 @@ def _transfers(n: int, steps: Sequence[_Message]) -> list[Transfer]:
     most = received.index(max(received))
     found = []
     for step in steps:
-        if step.pairs is None:
+        if step.gathered:
+            share = step.size * (n - 1)
+            found.append(Transfer(step.name, "all_gather", SEQUENCE_ROLES, row_bytes=share))
+        elif step.pairs is None:
             share = 2 * step.size * (n - 1) // n
             found.append(Transfer(step.name, "all_reduce", SEQUENCE_ROLES, tensor_bytes=share))
         else:
@@ -98,8 +102,7 @@ def _transfers(n: int, steps: Sequence[_Message]) -> list[Transfer]:
                     SEQUENCE_ROLES,
                     pairs=tuple(step.pairs),
                     message_bytes=step.size,
-                    tensor_bytes=0 if step.name == _IDS else here,
-                    row_bytes=here if step.name == _IDS else 0,
+                    tensor_bytes=here,
                 )
             )
     return found

@@ -59,6 +59,26 @@ def wide(mask: Bool[Array, "*m"], x: Array) -> Bool[Array, "*n"]:
     return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 
 
-def begins(ids: Int32[Array, "*m t"]) -> Bool[Array, "*m t-1"]:
-    """Where a document begins, from the second token on: padding begins none."""
-    return (ids[..., 1:] != ids[..., :-1]) & (ids[..., 1:] >= 0)
+def begins(ids: Int32[Array, "*m t"], before: Int32[Array, "*m"]) -> Bool[Array, "*m t"]:
+    """Where a document begins: at tokens whose id is not that of the last token in front of them
+    that is no padding. `before` is this of the first one, negative if there is none: then nothing
+    begins."""
+    earlier = _last_up_to(jnp.concatenate([before[..., None], ids], -1))[..., :-1]
+    return (ids >= 0) & (earlier >= 0) & (ids != earlier)
+
+
+def ids_before(ids: Int32[Array, "b t"], axis: Axis, *, zigzag: bool) -> Int32[Array, "b s"]:
+    """The id of the last token before each slice of a device that is no padding, and -1 if there is
+    none. Padding may fill whole slices, so all devices send each other one id of each slice."""
+    n, p = axis.degree, collectives.index(axis)
+    slices = ids.reshape(ids.shape[0], 2 if zigzag else 1, -1)
+    every = collectives.gather(_last_up_to(slices)[None, ..., -1], axis, 0)
+    line = jnp.concatenate([every[..., 0], every[::-1, :, 1]]) if zigzag else every[..., 0]
+    line = _last_up_to(jnp.pad(line, [(1, 0), (0, 0)], constant_values=-1).swapaxes(0, 1))
+    numbers = [p, 2 * n - 1 - p] if zigzag else [p]
+    return jnp.stack([jnp.take(line, number, axis=1) for number in numbers], 1)
+
+
+def _last_up_to(ids: Int32[Array, "*m t"]) -> Int32[Array, "*m t"]:
+    """The id of the last token up to each one that is no padding; negative if there is none."""
+    return lax.associative_scan(lambda x, y: jnp.where(y < 0, x, y), ids, axis=-1)

@@ -121,7 +121,7 @@ def _recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[A
     decay = decay if decay.ndim == 4 else decay[..., None]
     ids = np.zeros(query.shape[:2], np.int32) if ids is None else ids
     ids = as_negative(attention.padding_id, ids)
-    fresh = np.pad(np.asarray(begins(jnp.asarray(ids))), ((0, 0), (1, 0)))
+    fresh = begins(jnp.asarray(ids), jnp.full(len(ids), -1, np.int32))
     scale = attention._scale(query.shape[3])
 
     def add(state: Array, x: Any) -> tuple[Array, Array]:
@@ -132,6 +132,6 @@ def _recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[A
         out = scale * jnp.einsum("bhkv,bhk->bhv", state, query, precision="highest")
         return state, jnp.where(wide(real, out), out, 0)
 
-    steps = (query, key, value, decay, beta, jnp.asarray(fresh), jnp.asarray(ids >= 0))
+    steps = (query, key, value, decay, beta, fresh, jnp.asarray(ids >= 0))
     last, out = lax.scan(add, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
     return jnp.moveaxis(out, 0, 1), last

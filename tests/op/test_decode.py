@@ -108,6 +108,28 @@ def test_gradients_flow_through_decode(degrees):
         assert relative_error(attention.unshard(mine), theirs) <= FLOAT32_ERROR
 
 
+@pytest.mark.parametrize("degrees", [st.Degrees(), st.Degrees(ring=2, team=2)])
+def test_left_padding_that_is_not_written_is_not_seen(degrees):
+    """Its positions are negative, and those of the other tokens begin with 0."""
+    attention, (query, key, value, _) = attention_on(degrees), draw(new=1)
+    padding = np.array([5, 12])[:, None]
+    positions = (np.arange(SLOTS) - padding).astype(np.int32)
+    key[positions < 0] = value[positions < 0] = 1e3
+    last = positions[:, -1:]
+    placed = place(attention, query, np.zeros_like(key), np.zeros_like(value), last)
+    caches = [
+        attention.update_cache(cache, put(attention, new, attention.decode_spec(2)), positions)
+        for cache, new in zip(placed[1:3], (key, value), strict=True)
+    ]
+    found = decode(attention, placed[0], *caches, placed[3])
+    for row, count in enumerate(padding[:, 0]):
+        real = (x[row : row + 1, count:] for x in (key, value))
+        whole = np.zeros((1, SLOTS - count, *query.shape[2:]))
+        whole[:, -1] = query[row]
+        wanted, _ = oracle.attention(whole, *real, causal=True)
+        assert relative_error(np.asarray(found)[row, 0], wanted[0, -1]) <= FLOAT32_ERROR
+
+
 def test_gradients_of_decode_are_summed_over_devices_in_float32():
     """Those of a query over its slots' devices, and those of a key head over its tensor ranks."""
     problem = draw(kv_heads=1, dtype="bfloat16")

@@ -205,13 +205,60 @@ def test_decays_and_betas_of_any_size(rule, kind):
         check(attention_on(st.Degrees(ring=4), rule), arrays, documents(128, [40]))
 
 
-def test_padding_changes_nothing_and_gets_nothing():
+def padded_documents():
+    """Ids of 48 tokens. Padding lies in documents, over whole slices of 4 devices, before the first
+    token and between documents, and an id comes back."""
+    ids = documents(48, [20, 40])
+    ids[0, 40:] = 0
+    ids[0, 22:38] = ids[1, :13] = ids[1, 20:26] = ids[1, 33:36] = -1
+    ids[1, 14] = -7
+    return ids
+
+
+@pytest.mark.slow_except_every(2)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_padding_is_as_if_it_were_not_there(rule, layout):
+    """The document goes on behind it, and the first token from the initial state."""
+    ids, attention = padded_documents(), attention_on(st.Degrees(ring=4), rule, layout=layout)
+    *tokens, state, _, _ = inputs(rule, 48, seed=18)
+    out, last = attention(
+        *attention.shard(*tokens),
+        segment_ids=attention.shard(ids),
+        initial_state=jnp.asarray(state),
+        return_state=True,
+    )
+    out, alone = attention.unshard(out), attention_on(st.Degrees(), rule)
+    for row in range(2):
+        real = ids[row] >= 0
+        wanted, end = alone(
+            *(x[row : row + 1, real] for x in tokens),
+            segment_ids=ids[row : row + 1, real],
+            initial_state=state[row : row + 1],
+            return_state=True,
+        )
+        close(out[row, real], np.asarray(wanted)[0], TOLERANCE, "out")
+        close(np.asarray(last)[row], np.asarray(end)[0], TOLERANCE, "last state")
+        new = [x[:, :1] for x in tokens]
+        after, _ = attention.decode(*new, state=last)
+        wanted, _ = alone.decode(*(x[row : row + 1] for x in new), state=end)
+        close(np.asarray(after)[row], np.asarray(wanted)[0], TOLERANCE, "decoded")
+
+
+@pytest.mark.slow_except_every(3)
+@pytest.mark.parametrize(
+    ("rule", "layout", "backend"),
+    [
+        ("gated_delta", "contiguous", "xla"),
+        ("gated_delta", "zigzag", "jla"),
+        *((rule, layout, "xla") for rule in ("kda", "ssd") for layout in ("zigzag", "contiguous")),
+    ],
+)
+def test_padding_changes_nothing_and_gets_nothing(rule, layout, backend, monkeypatch):
     """Wherever it is, and whatever is in it."""
-    seq_len, rule = 48, "gated_delta"
-    arrays = inputs(rule, seq_len, seed=5)
-    ids = documents(seq_len, [20])
-    ids[0, 36:] = ids[1, :7] = ids[1, 25:30] = -1
-    attention = attention_on(st.Degrees(ring=4), rule)
+    fake_jla.install(monkeypatch)
+    arrays, ids = inputs(rule, 48, seed=5), padded_documents()
+    attention = attention_on(st.Degrees(ring=4), rule, layout=layout, backend=backend)
     check(attention, arrays, ids)
     spoilt = [np.array(x) for x in arrays]
     for x in (*spoilt[:5], spoilt[6]):
@@ -411,9 +458,9 @@ def test_convolution_is_exact(width, has_first, degrees, layout, shape):
     dout, zeros = attention.shard(cotangent), np.zeros_like(first)
     plain = np.zeros(shape[:2], np.int32)
     packed = documents(shape[1], [1, 5, 6, shape[1] - 2], shape[0])
-    packed[0, -3:] = packed[-1, :2] = -1
+    packed[0, -3:] = packed[-1, :2] = packed[0, 7] = -1
     padded = plain.copy()
-    padded[0, shape[1] // 2 :] = -1
+    padded[0, shape[1] // 2 :] = padded[-1, :1] = padded[0, 3:5] = -1
 
     @jax.jit
     def both(x, kernel, first, ids):
@@ -529,8 +576,8 @@ def test_bytes_are_those_of_compiled_programs(rule, layout, devices, with_states
         *given, state, dout, dlast = map(jnp.asarray, arrays)
         ids = jnp.zeros(dout.shape[:2], jnp.int32) if packed else None
 
-        def loss(*args, ids=ids, dout=dout, dlast=dlast):
-            *given, state = args
+        def loss(*args, dout=dout, dlast=dlast):
+            *given, state, ids = args
             found = attention(
                 *given,
                 segment_ids=ids,
@@ -544,7 +591,7 @@ def test_bytes_are_those_of_compiled_programs(rule, layout, devices, with_states
         for function, traffic in ((lambda *args: loss(*args)[1], cost.forward), (grad, cost.total)):
             shardings = jax.NamedSharding(attention.mesh, attention.sequence_spec)
             put = [jax.device_put(x, shardings) for x in given]
-            text = jax.jit(function).lower(*put, state).compile().as_text()
+            text = jax.jit(function).lower(*put, state, ids).compile().as_text()
             found = read_messages(text)
             wanted = messages(attention.degrees, traffic.transfers)
             np.testing.assert_array_equal(found.matrix, wanted.matrix)
@@ -662,6 +709,24 @@ def test_mistakes_are_named():
         attention_on(st.Degrees(tensor=2), "kda").communication(batch=1, heads=3, **sizes)
     with refused(InputError, "kernel [width, ...]", "kernel [4, 5]"):
         attention.causal_conv(q, jnp.zeros((4, 5)))
+    for x, kernel, initial in (
+        (jnp.ones((2, 8, 4), int), jnp.ones((3, 4)), jnp.zeros((2, 2, 4))),
+        (beta, jnp.ones((3, 4), int), jnp.zeros((2, 2, 4))),
+        (beta, jnp.ones((3, 4), "complex64"), jnp.zeros((2, 2, 4))),
+        (beta, jnp.ones((3, 4)), jnp.ones((2, 2, 4), bool)),
+    ):
+        with refused(InputError, "x, kernel and initial must be floats; got x "):
+            attention.causal_conv(x, kernel, initial=initial)
+        with refused(InputError, "x, kernel and initial must be floats; got x "):
+            attention.decode_conv(x, kernel, initial=initial)
+    with refused(InputError, "x, kernel and initial must be floats; got x float32, kernel int32"):
+        attention.conv_local(beta, jnp.ones((3, 4), jnp.int32))
+    with refused(
+        InputError, "state must be float32 [batch, heads, key_dim, value_dim]", state=None
+    ):
+        attention.decode(q, k, v, decay, beta, state=None)
+    with refused(InputError, "initial must be [batch, width - 1, ...]", initial=None):
+        attention.decode_conv(beta, jnp.ones((3, 4)), initial=None)
     with refused(InputError, "at least width - 1 tokens; got 4, width=6"):
         attention.causal_conv(beta, jnp.zeros((6, 4)))
     with refused(InputError, "seq_len must be divisible by", seq_len=7):
