@@ -4,7 +4,6 @@ pip install -e '.[video]'
 python tests/parity/check_video.py      # 3 minutes; ends with an error if something differs
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from transformers import (
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from trainer.dit.wan.clips import read_lines  # noqa: E402
 from trainer.dit.wan.videos import Shape, read_video, write_video  # noqa: E402
 
 COLOURS = {"red": (220, 30, 30), "blue": (30, 30, 220), "dark": (20, 20, 20)}
@@ -164,6 +164,12 @@ def check(folder, videos, kind):
     run(*encode, "--process", 0, 2)
     run(*encode, "--process", 1, 2)
     assert "encodes 0" in run(*encode, "--process", 1, 2)
+    if kind == "text":  # A caption and a video that change, and come back.
+        other = (videos / "1.mp4").read_bytes()
+        for path, changed in ((videos / "0.txt", b"a dark video"), (videos / "2.mp4", other)):
+            for content in (changed, path.read_bytes()):
+                path.write_bytes(content)
+                assert f"has changed: '{path.stem}.mp4'" in run(*encode)
     check_encoded(folder / "encoded", videos, pipeline, kind)
     start = ["train.py", "--init-from", folder / "Tiny-Diffusers", "--data.path"]
     text = run(*start, folder / "encoded", *TINY.split(), "--run-dir", folder / "run")
@@ -202,12 +208,8 @@ def check(folder, videos, kind):
 
 def check_encoded(folder, videos, pipeline, kind):
     """Latents, texts and first frames are those that the pipeline makes."""
-    lines = [
-        json.loads(line)
-        for path in folder.glob("clips-*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    assert sorted(x["caption"] for x in lines) == [
+    lines = read_lines(folder)
+    assert sorted(x.caption for x in lines) == [
         *(["a blue video"] * 2), "a dark video", *(["a red video"] * 2)
     ]  # fmt: skip
     config = pipeline.vae.config
@@ -221,15 +223,15 @@ def check_encoded(folder, videos, pipeline, kind):
         return np.moveaxis(((latent - mean) / deviation).numpy()[0], 0, -1)
 
     for line in lines:
-        number = line["file"][0]
+        number = line.file[0]
         place = videos / ("sub" if int(number) > 2 else "") / f"{number}.mp4"
         frames = read_video(place, Shape((5,), ((32, 32),), 16.0))
         pixels = pipeline.video_processor.preprocess_video([Image.fromarray(x) for x in frames])
-        found = load_file(folder / "clips" / line["file"])
+        found = load_file(folder / "clips" / line.file)
         with torch.no_grad():
-            text, _ = pipeline.encode_prompt(line["caption"], False, max_sequence_length=512)
-        wanted = {"latent": latent_of(pixels), "text": text[0, : line["tokens"]].numpy()}
-        assert not text[0, line["tokens"] :].any()
+            text, _ = pipeline.encode_prompt(line.caption, False, max_sequence_length=512)
+        wanted = {"latent": latent_of(pixels), "text": text[0, : line.tokens].numpy()}
+        assert not text[0, line.tokens :].any()
         if kind != "text":
             args = (pixels[:, :, 0], 1, 3, 32, 32, 5, torch.float32, "cpu")
             with torch.no_grad():
@@ -254,6 +256,7 @@ def refusals(folder, videos, encode):
     """Mistakes of a newcomer, each of which is an error that says what to do."""
     rest = encode[2:]
     run(*encode[:2], folder, *rest[1:], fails="VIDEOS must hold files")
+    run(*encode[:2], folder / "gone", *rest[1:], fails="gone' must exist")
     run(*encode, "--frames", "6", fails="Use 5")
     run(*encode, "--sizes", "30x32", fails="multiples of 16")
     run(*encode, "--model", videos, fails="model_index.json")
@@ -271,6 +274,7 @@ def refusals(folder, videos, encode):
     text = run(*encode, fails="2 videos were left out")
     assert "broken.mp4' must be a whole video" in " ".join(text.split()), text
     assert "at least 5 frames at 16 a second; got 2" in " ".join(text.split()), text
+    assert "next:" not in text, text
     for name in ("broken", "short"):
         (videos / f"{name}.mp4").unlink()
         (videos / f"{name}.txt").unlink()

@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import startrail_jax as st
 from configs.wan import dit_video
@@ -19,11 +19,13 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.planner.models import IMAGE_TOKENS
 from train import read_command_line
+from trainer.dit import encode
 from trainer.dit.wan.batches import clip_batch
-from trainer.dit.wan.clips import open_clips
+from trainer.dit.wan.clips import open_clips, read_lines
 from trainer.dit.wan.config import ClipConfig, FlowConfig
 from trainer.dit.wan.digits import STEPS, MovingDigits, embedded
 from trainer.dit.wan.videos import find_videos, frames_shown, without_wait
+from trainer.run.exit import exit_on_user_errors
 
 pytestmark = pytest.mark.quick
 
@@ -296,6 +298,176 @@ def test_folder_that_is_none_is_said_to_be_none(tmp_path, name, words):
         (tmp_path / "a.mp4").touch()
         with refused(InputError, words, "gone.jsonl"):
             find_videos(tmp_path, tmp_path / "gone.jsonl")
+
+
+class Encoders:
+    """Stands for VAE and text encoder."""
+
+    loaded = 0
+
+    def __init__(self, folder, **_):
+        Encoders.loaded += 1
+
+    def text(self, caption, *, most):
+        return np.full((len(caption.split()), 6), len(caption), np.float32)
+
+    def video(self, frames):
+        return {"latent": frames}
+
+
+@pytest.fixture
+def videos(tmp_path, monkeypatch):
+    """Three videos with captions, `encode` with tiny encoders, and the videos that it has read."""
+    read = []
+
+    def read_video(path, shape):
+        read.append(path.name)
+        if path.read_bytes().startswith(b"short"):
+            raise InputError(f"Videos must have at least 5 frames; got 2 in {path.name!r}.")
+        return np.full((*SIZE, 2), path.read_bytes()[0], np.float32)
+
+    monkeypatch.setattr("trainer.dit.wan.pipelines.TorchModels", Encoders)
+    monkeypatch.setattr("trainer.dit.wan.videos.read_video", read_video)
+    parts = {
+        "": {"_class_name": "WanPipeline"},
+        "text_encoder": {"d_model": 6},
+        "vae": {"z_dim": 2},
+    }
+    for part, values in parts.items():
+        (tmp_path / "model" / part).mkdir(exist_ok=True, parents=True)
+        name = "config.json" if part else "model_index.json"
+        (tmp_path / "model" / part / name).write_text(json.dumps(values))
+    (tmp_path / "videos").mkdir()
+    for name in "abc":
+        write_video(tmp_path, name, name)
+    return tmp_path, read
+
+
+def write_video(folder, name, content):
+    (folder / "videos" / f"{name}.mp4").write_text(content)
+    (folder / "videos" / f"{name}.txt").write_text(f"video {name}")
+
+
+def encoded(folder, *flags):
+    """Runs the command; returns its status."""
+    places = [str(folder / name) for name in ("videos", "out", "model")]
+    try:
+        with exit_on_user_errors():
+            encode.main([*places[:2], "--model", places[2], *flags])
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def replaced(name, content=None, caption=None):
+    def change(folder):
+        for suffix, text in ((".mp4", content), (".txt", caption)):
+            if text:
+                (folder / "videos" / f"{name}{suffix}").write_text(text)
+
+    return change
+
+
+def removed(pattern):
+    def change(folder):
+        (path,) = folder.glob(pattern)
+        path.unlink()
+
+    return change
+
+
+def added(folder):
+    write_video(folder, "d", "d")
+
+
+KEPT = {"video a": "a", "video b": "b", "video c": "c"}
+WITHOUT_A = {"video b": "b", "video c": "c"}
+
+
+@pytest.mark.parametrize(
+    "flags", [[["--process", "0", "1"]], [["--process", x, "2"] for x in "01"]]
+)
+@pytest.mark.parametrize(
+    ("change", "wanted", "read", "words"),
+    [
+        (lambda folder: None, KEPT, [], "encodes 0"),
+        (replaced("a", caption="red"), {"red": "a", **WITHOUT_A}, [], "renewed, "),
+        (replaced("a", "x"), {**KEPT, "video a": "x"}, ["a.mp4"], "renewed, "),
+        (replaced("a", "x", "red"), {"red": "x", **WITHOUT_A}, ["a.mp4"], "renewed, "),
+        (removed("videos/a.mp4"), WITHOUT_A, [], "dropped, "),
+        (removed("out/clips/a-*.safetensors"), KEPT, ["a.mp4"], "encodes 1"),
+        (replaced("a", "short"), WITHOUT_A, ["a.mp4"], "left out: Videos must have at least"),
+        (added, KEPT | {"video d": "d"}, ["d.mp4"], "4 videos"),
+    ],
+)  # fmt: skip
+def test_encoded_videos_are_those_there_now(videos, capsys, flags, change, wanted, read, words):
+    folder, of_reading = videos
+    for process in flags:
+        assert encoded(folder, *process) == 0
+    change(folder)
+    of_reading.clear()
+    capsys.readouterr()
+    status = [encoded(folder, *process) for process in flags]
+    text = capsys.readouterr().err
+    assert words in text
+    assert "a.mp4" in text or wanted.items() >= KEPT.items()
+    assert of_reading == read
+    assert (1 in status) == ("left out" in words)
+    assert ("next: python train.py" in text) == (1 not in status or len(flags) > 1)
+    held = {
+        line.caption: chr(
+            int(load_file(folder / "out" / "clips" / line.file)["latent"][0, 0, 0, 0])
+        )
+        for line in read_lines(folder / "out")
+    }
+    assert held == wanted
+    assert len(list((folder / "out" / "clips").iterdir())) == len(wanted)
+    # What was renewed may come back.
+    for name in "abc":
+        write_video(folder, name, name)
+    for process in flags:
+        assert encoded(folder, *process) == 0
+    assert {line.caption for line in read_lines(folder / "out")} == {*KEPT, *wanted} - {"red"}
+
+
+def test_encoding_that_ends_with_errors_can_be_begun_otherwise(videos, capsys):
+    folder, _ = videos
+    for name in "abc":
+        write_video(folder, name, "short")
+    assert encoded(folder) == 1
+    text = capsys.readouterr().err
+    assert "3 videos were left out" in text
+    assert "next:" not in text
+    for name in "abc":
+        write_video(folder, name, name)
+    assert encoded(folder, "--frames", "5") == 0
+    assert "frames=[5] and [81] now" in encoded(folder)
+    # A pipeline whose tensors are others.
+    index = folder / "model" / "model_index.json"
+    index.write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    assert "OUT must be new" in encoded(folder, "--frames", "5")
+    index.write_text(json.dumps({"_class_name": "WanPipeline"}))
+    # Videos of another folder.
+    for name in "abc":
+        removed(f"videos/{name}.mp4")(folder)
+    write_video(folder, "other", "x")
+    assert "none of them" in encoded(folder, "--frames", "5")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--frames", "6"], "Use 5"),
+        (["--sizes", "30x32"], "multiples of 16"),
+        (["--captions", "gone.jsonl"], "'gone.jsonl' must exist"),
+    ],
+)
+def test_settings_are_checked_before_encoders_are_loaded(videos, flags, words):
+    folder, _ = videos
+    Encoders.loaded = 0
+    assert words in encoded(folder, *flags)
+    assert Encoders.loaded == 0
+    assert not (folder / "out").exists()
 
 
 def test_unknown_words_are_named():

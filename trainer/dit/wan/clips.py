@@ -4,7 +4,9 @@ A folder that `python -m trainer.dit.encode` has written holds
 
     encoded.json             channels of latents and texts, and the models that made them
     empty.safetensors        `text` of an empty caption
-    clips-*.jsonl            a line for each video: file, size, tokens of text, caption
+    clips-*.jsonl            lines of videos: file, size, tokens of text, caption; for encoding also
+                             video, its hash, and a version: that of the highest version counts, and
+                             one without a file says that the video is no longer there
     clips/*.safetensors      `latent` [F H W C], `text` [S D]; for image to video also `given`
                              [F H W C], the latent of the first frame and grey ones, and for Wan 2.1
                              `image` [I E], the first frame as the image encoder gives it
@@ -35,13 +37,25 @@ ENCODED, EMPTY, CLIPS = "encoded.json", "empty.safetensors", "clips"
 
 
 class ClipLine(NamedTuple):
-    """What a line of clips-*.jsonl says of a video."""
+    """What a line of clips-*.jsonl says of an encoded video."""
 
     file: str
     size: tuple[int, int, int]
     """Frames, height and width of its latent."""
     tokens: int
     caption: str
+
+
+class ClipEntry(NamedTuple):
+    """A line of clips-*.jsonl."""
+
+    video: str
+    """Path in the folder of videos; the name of the file in lines of earlier versions."""
+    version: int
+    sha256: str
+    """Hash of the content of the video."""
+    clip: ClipLine | None
+    """None if the video is no longer there."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,10 +83,11 @@ class EncodedClips:
         return clip
 
 
-def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Some tensors of a file."""
+def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Some tensors of a file, or all."""
     try:
         with safe_open(path, framework="numpy") as file:
+            names = list(file.keys()) if names is None else names
             missing = [name for name in names if name not in file.keys()]  # noqa: SIM118
             found = {name: file.get_tensor(name) for name in names if name not in missing}
     except (SafetensorError, OSError) as error:
@@ -102,19 +117,30 @@ def read_lines(folder: Path) -> list[ClipLine]:
             f"data.path must be a folder that `python -m trainer.dit.encode` has written; got "
             f"{str(folder)!r} without {ENCODED}. Encode the videos first."
         )
-    found: dict[str, ClipLine] = {}
+    clips = [entry.clip for entry in read_entries(folder).values() if entry.clip is not None]
+    return sorted(clips, key=lambda clip: clip.file)
+
+
+def read_entries(folder: Path) -> dict[str, ClipEntry]:
+    """The line that counts of each video."""
+    found: dict[str, ClipEntry] = {}
     needed = "file, size, tokens and caption"
     way_out = "Remove the line, and encode the videos again."
     for path in sorted(folder.glob("clips-*.jsonl")):
-        lines = json_lines(path, _line_of, needed=needed, way_out=way_out)
-        found |= {line.file: line for line in lines}
-    return [found[name] for name in sorted(found)]
+        for entry in json_lines(path, _entry_of, needed=needed, way_out=way_out):
+            former = found.get(entry.video, entry)
+            found[entry.video] = max(entry, former, key=lambda line: line.version)
+    return found
 
 
-def _line_of(values: Any) -> ClipLine:
-    frames, height, width = map(int, values["size"])
-    size = frames, height, width
-    return ClipLine(values["file"], size, int(values["tokens"]), values["caption"])
+def _entry_of(values: Any) -> ClipEntry:
+    clip, file = None, values["file"]
+    if file is not None:
+        frames, height, width = map(int, values["size"])
+        size = frames, height, width
+        clip = ClipLine(file, size, int(values["tokens"]), values["caption"])
+    version, sha256 = int(values.get("version", 0)), values.get("sha256", "")
+    return ClipEntry(values.get("video", file), version, sha256, clip)
 
 
 def sizes_of(lines: Sequence[ClipLine]) -> list[tuple[int, int, int]]:

@@ -6,14 +6,15 @@ They are those of the libraries diffusers and transformers, on PyTorch; nothing 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, UInt8
 
 from startrail_jax.errors import InputError
-from trainer.data.opening import read_object
+from trainer.data.opening import read_object, reading
 from trainer.dit.wan.config_json import INDEX
 from trainer.errors import MissingPackageError
 
@@ -22,12 +23,25 @@ PARTS = ("vae", "text_encoder")
 """Subfolders whose configs tell one model from another."""
 
 
+class PipelineSizes(NamedTuple):
+    """What the configs of VAE and text encoder say."""
+
+    channels: int
+    """Channels of a latent."""
+    text_dim: int
+    """Channels of an embedded token of text."""
+    frames_of_latent: int
+    """Frames of a video for each frame of a latent but the first, which is one frame."""
+    pixels_of_latent: int
+    """Height and width, in pixels, of a position of a latent."""
+
+
 class TorchModels:
     """VAE and encoders, loaded from the folder of a pipeline."""
 
     def __init__(self, folder: Path, *, texts: bool, device: str | None = None) -> None:
         """Loads them, on a GPU if there is one; without `texts`, to encode videos alone."""
-        check_pipeline(folder)
+        self.sizes = pipeline_sizes(folder)
         try:
             import torch  # pyright: ignore[reportMissingImports]
             from diffusers import (  # pyright: ignore[reportMissingImports]
@@ -61,26 +75,6 @@ class TorchModels:
             torch.tensor(x, device=self._device).view(shape)
             for x in (config.latents_mean, config.latents_std)
         )
-
-    @property
-    def channels(self) -> int:
-        """Channels of a latent."""
-        return self._vae.config.z_dim
-
-    @property
-    def text_dim(self) -> int:
-        """Channels of an embedded token of text."""
-        return self._pipeline.text_encoder.config.d_model
-
-    @property
-    def frames_of_latent(self) -> int:
-        """Frames of a video for each frame of a latent but the first, which is one frame."""
-        return self._pipeline.vae_scale_factor_temporal
-
-    @property
-    def pixels_of_latent(self) -> int:
-        """Height and width, in pixels, of a position of a latent."""
-        return self._pipeline.vae_scale_factor_spatial
 
     def text(self, caption: str, *, most: int) -> Float32[np.ndarray, "S D"]:
         """A caption as the text encoder gives it, without padding."""
@@ -146,7 +140,24 @@ def check_pipeline(folder: Path) -> None:
         )
 
 
+def pipeline_sizes(folder: Path) -> PipelineSizes:
+    """The sizes of the models of a pipeline, which are not loaded."""
+    check_pipeline(folder)
+    vae, text_encoder = (read_object(folder / part / "config.json") for part in PARTS)
+    # What a config does not say are the defaults of diffusers and transformers.
+    return PipelineSizes(
+        channels=vae.get("z_dim", 16),
+        text_dim=text_encoder.get("d_model", 512),
+        frames_of_latent=vae.get("scale_factor_temporal", 4),
+        pixels_of_latent=vae.get("scale_factor_spatial", 8),
+    )
+
+
 def digest_of(folder: Path) -> str:
-    """A hash of the configs of VAE and text encoder, which tells models apart."""
-    content = b"".join((folder / part / "config.json").read_bytes() for part in PARTS)
-    return hashlib.sha256(content).hexdigest()[:16]
+    """A hash of the configs of VAE and text encoder and of the kind of pipeline, on which depends
+    what is made of a video."""
+    index = read_object(folder / INDEX)
+    kind = [index.get(x) for x in ("_class_name", "image_encoder", "expand_timesteps")]
+    with reading(folder):
+        content = b"".join((folder / part / "config.json").read_bytes() for part in PARTS)
+    return hashlib.sha256(content + json.dumps(kind).encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from trainer.dit.wan.clips import open_clips, read_empty, read_tensors, tensors_
 from trainer.dit.wan.config import VideoOptions, WanTrainConfig, name_of, read_size
 from trainer.dit.wan.digits import embedded
 from trainer.dit.wan.objective import VideoFlow
-from trainer.dit.wan.pipelines import TorchModels
+from trainer.dit.wan.pipelines import TorchModels, pipeline_sizes
 from trainer.dit.wan.videos import read_image, write_video
 from trainer.run.settings import config_of, load_config, read_kind
 from trainer.session import Session
@@ -198,15 +198,15 @@ def _torch_models(config: WanTrainConfig, options: VideoOptions) -> TorchModels 
             "--decode is for latents; got a run on moving digits, whose videos are pixels. Leave "
             "it out."
         )
-    texts = not has_videos or options.prompt is not None or options.image is not None
-    models = TorchModels(options.decode, texts=texts, device=options.decode_device)
-    if models.channels != config.model.channels:
+    channels = pipeline_sizes(options.decode).channels
+    if channels != config.model.channels:
         raise InputError(
             "--decode must be the folder of the model of the run, with latents of "
-            f"{config.model.channels} channels; got {models.channels} in {str(options.decode)!r}. "
+            f"{config.model.channels} channels; got {channels} in {str(options.decode)!r}. "
             "Give the other folder."
         )
-    return models
+    texts = not has_videos or options.prompt is not None or options.image is not None
+    return TorchModels(options.decode, texts=texts, device=options.decode_device)
 
 
 def _of_size(config: WanTrainConfig, options: VideoOptions) -> WanTrainConfig:
@@ -287,8 +287,9 @@ def _first_frame(
     latent = np.zeros((*config.size, model.channels), np.float32)
     if image is None:
         return {"latent": latent}
-    count = (frames - 1) * torch_models.frames_of_latent + 1
-    pixels = torch_models.pixels_of_latent
+    sizes = torch_models.sizes
+    count = (frames - 1) * sizes.frames_of_latent + 1
+    pixels = sizes.pixels_of_latent
     shown = read_image(image, height * pixels, width * pixels)
     found = torch_models.video(np.repeat(shown[None], count, axis=0))
     missing = [x for x in tensors_of(model) if x not in ("text", *found)]
