@@ -136,8 +136,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             num_held_out=config.validation_sequences,
             parts=program.parts,
         )
-        if feed.description is not None:
-            report.line(feed.description.line)
+        for line in feed.lines:
+            report.line(line)
 
         with (
             open_run(config, writes=session.is_first) as run_dir,

@@ -403,6 +403,36 @@ def test_feed_of_groups_tells_their_shapes_and_mean_tokens():
     assert found.line.endswith("2 of high (8 tokens), 3 of low (4 tokens), 0 of none (6 tokens)")
 
 
+@pytest.mark.parametrize(
+    ("groups", "batch_size", "few"),
+    [
+        (None, 5, None),
+        (None, 6, "(5 examples)"),
+        ([0, 0, 1, 1, 1], 2, None),
+        ([0, 0, 1, 1, 1], 3, "(2 of high)"),
+        ([0, 0, 1, 1, 1], 4, "(2 of high, 3 of low)"),
+    ],
+)
+def test_batch_larger_than_the_data_is_said(groups, batch_size, few):
+    if groups is not None:
+        groups = Groups(np.array(groups), np.array([0]), np.array([4, 4, 4]), ("high", "low", "no"))
+    data = Dataset(
+        train=range(5),
+        held_out=range(1),
+        collate=lambda rows, _: np.zeros((len(rows), 4), np.int32),
+        groups=groups,
+        description="",
+        loss_unit="",
+    )
+    shape = (batch_size, 4)
+    with closing(
+        batches.Feed(data, sharding=sharding((1, 1)), shape=shape, seed=0, num_held_out=1)
+    ) as feed:
+        notes = [line for line in feed.lines if line.startswith("NOTE: ")]
+    assert len(notes) == (few is not None)
+    assert all(few in note and f"a batch of {batch_size} " in note for note in notes)
+
+
 # Validation.
 
 

@@ -75,6 +75,12 @@ class Feed(Generic[Batch]):
                 data.collate([data.train[int(first)]] * len(self._rows), list(self._rows))
                 for first in firsts
             ]
+        self.lines = tuple(
+            line
+            for line in (self.description and self.description.line, self._repetition(data))
+            if line
+        )
+        """What the log says of the batches."""
 
     def next(self) -> Batch:
         """The next batch to train on."""
@@ -101,6 +107,23 @@ class Feed(Generic[Batch]):
     def close(self) -> None:
         """Ends the reading threads."""
         self._training.close()
+
+    def _repetition(self, data: Dataset) -> str | None:
+        """What the log says if batches have more rows than there are examples to train on. Those of
+        whole documents hold each at most once."""
+        few = ""
+        if data.groups is not None:
+            counts = np.bincount(data.groups.train, minlength=len(data.groups.names))
+            found = zip(counts, data.groups.names, strict=True)
+            few = ", ".join(f"{n:,} of {name}" for n, name in found if 0 < n < self._batch_size)
+        elif self._parts is None and len(data.train) < self._batch_size:
+            few = f"{len(data.train):,} examples"
+        if not few:
+            return None
+        return (
+            f"NOTE: a batch of {self._batch_size:,} is larger than what is trained on ({few}) "
+            "and holds some of it several times; use a smaller --batch-size, or more data"
+        )
 
     def _place(self, batch: Any) -> Any:
         return place(batch, self._sharding, batch_size=self._batch_size, rows=self._rows)
