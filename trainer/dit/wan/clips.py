@@ -90,6 +90,11 @@ def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, np
             names = list(file.keys()) if names is None else names
             missing = [name for name in names if name not in file.keys()]  # noqa: SIM118
             found = {name: file.get_tensor(name) for name in names if name not in missing}
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{str(path)!r} must exist; got no such file. Correct the path, or encode the videos "
+            "again."
+        ) from error
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{str(path)!r} must be a whole safetensors file; got {error}. Remove it, and encode "
@@ -113,9 +118,11 @@ def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, np
 def read_lines(folder: Path) -> list[ClipLine]:
     """The videos of a folder, in the order of their files."""
     if not (folder / ENCODED).is_file():
+        got = f"without {ENCODED}. Encode the videos first"
+        got = got if folder.is_dir() else "no such folder. Correct the path"
         raise InputError(
             f"data.path must be a folder that `python -m trainer.dit.encode` has written; got "
-            f"{str(folder)!r} without {ENCODED}. Encode the videos first."
+            f"{str(folder)!r}, {got}."
         )
     clips = [entry.clip for entry in read_entries(folder).values() if entry.clip is not None]
     return sorted(clips, key=lambda clip: clip.file)

@@ -133,10 +133,11 @@ def check_pipeline(folder: Path) -> None:
     path = folder / INDEX
     kind = read_object(path).get("_class_name") if path.is_file() else None
     if kind not in PIPELINES:
+        got = f" with {kind or 'none'}" if folder.is_dir() else ", no such folder"
         raise InputError(
             f"The folder of a model must hold {INDEX} of {' or '.join(PIPELINES)}, and the "
-            f"subfolders {', '.join(PARTS)} and tokenizer; got {str(folder)!r} with "
-            f"{kind or 'none'}. Download a model whose name ends in -Diffusers as a whole."
+            f"subfolders {', '.join(PARTS)} and tokenizer; got {str(folder)!r}{got}. Download a "
+            "model whose name ends in -Diffusers as a whole, and give its folder."
         )
 
 
