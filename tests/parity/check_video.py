@@ -1,7 +1,7 @@
 """From files of videos to files of videos: every command, with tiny random models of diffusers.
 
 pip install -e '.[video]'
-python tests/parity/check_video.py      # 3 minutes; ends with an error if something differs
+python tests/parity/check_video.py      # 6 minutes; ends with an error if something differs
 """
 
 import subprocess

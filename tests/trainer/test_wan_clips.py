@@ -177,6 +177,7 @@ def about(text):
         (partial(write_clip, name="x", size=SIZE, tokens=9), "--model.text-tokens 9"),
         (partial(write_clip, name="x", size=(5, 8, 8)), "1 of 5x8x8"),
         (one_clip, "at least 2 videos"),
+        (lambda folder: folder.rename(folder.with_name("moved")), "no such folder"),
     ],
 )
 def test_wrong_folder_is_refused(folder, damage, words):
@@ -194,7 +195,7 @@ def tensors(value=0.0, size=SIZE, names=("latent", "given")):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.unlink(), "whole safetensors file"),
+        (lambda path: path.unlink(), "must exist"),
         (lambda path: path.write_bytes(path.read_bytes()[:-10]), "whole safetensors file"),
         (tensors(names=("latent",)), "no given"),
         (tensors(value=np.inf), "finite"),
@@ -460,6 +461,7 @@ def test_encoding_that_ends_with_errors_can_be_begun_otherwise(videos, capsys):
         (["--frames", "6"], "Use 5"),
         (["--sizes", "30x32"], "multiples of 16"),
         (["--captions", "gone.jsonl"], "'gone.jsonl' must exist"),
+        (["--model", "gone"], "'gone', no such folder"),
     ],
 )
 def test_settings_are_checked_before_encoders_are_loaded(videos, flags, words):

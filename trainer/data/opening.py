@@ -15,9 +15,9 @@ Entry = TypeVar("Entry")
 
 # Error of the operating system -> what a path must be, and what to do.
 WAYS_OUT: dict[type[OSError], tuple[str, str]] = {
-    FileNotFoundError: ("exist", "Correct the path or the link to it"),
-    NotADirectoryError: ("be a folder", "Correct the path"),
-    IsADirectoryError: ("be a file", "Correct the path"),
+    FileNotFoundError: ("exist", "Correct the path or the link to it."),
+    NotADirectoryError: ("be a folder", "Correct the path."),
+    IsADirectoryError: ("be a file", "Correct the path."),
 }
 
 
@@ -27,11 +27,11 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        other = "be readable", "Correct its permissions or the link to it"
+        other = "be readable", "Correct its permissions or the link to it, or leave it out."
         must, way_out = WAYS_OUT.get(type(error), other)
         raise InputError(
             f"{str(error.filename or path)!r} must {must}; got {type(error).__name__}: "
-            f"{error.strerror or error}. {way_out}, or leave it out."
+            f"{error.strerror or error}. {way_out}"
         ) from error
 
 

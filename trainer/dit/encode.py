@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
@@ -36,7 +36,8 @@ from trainer.printable import say
 from trainer.sums import sha256_of
 
 if TYPE_CHECKING:
-    from trainer.dit.wan.pipelines import Sizes
+    from trainer.dit.wan.clips import ClipEntry, ClipLine
+    from trainer.dit.wan.pipelines import PipelineSizes
     from trainer.dit.wan.videos import Video
 
 
@@ -97,7 +98,7 @@ def encode(options: EncodeOptions) -> list[str]:
     the errors of those left out."""
     from rich.progress import track
 
-    from trainer.dit.wan.clips import CLIPS, read_entries, read_tensors
+    from trainer.dit.wan.clips import CLIPS, ClipLine, read_entries, read_tensors
     from trainer.dit.wan.pipelines import TorchModels, digest_of, pipeline_sizes
     from trainer.dit.wan.videos import Shape, find_videos, read_video
 
@@ -111,54 +112,26 @@ def encode(options: EncodeOptions) -> list[str]:
         **{"sizes": list(options.sizes), "frames": list(options.frames), "rate": options.rate},
     }
     out, entries = options.out, read_entries(options.out)
-    former = {video: entry.clip for video, entry in entries.items() if entry.clip is not None}
+    former = {video: entry for video, entry in entries.items() if entry.clip is not None}
     if former:
         _require_same(out, about)
         _require_common(out, set(former), {video.file for video in found})
-    index, count = options.process
-    todo, renewed = [], []
-    for video in track(found[index::count], "hashing", disable=not sys.stdout.isatty()):
-        with reading(options.videos / video.file):
-            sha256 = sha256_of(options.videos / video.file)
-        clip, name = former.get(video.file), file_of(video, sha256)
-        if clip is None or clip.file != name or not (out / CLIPS / name).is_file():
-            todo.append((video, sha256, name))
-            renewed += [video.file] * (clip is not None and clip.file != name)
-    # One process is enough.
-    gone = sorted(former.keys() - {video.file for video in found}) if index == 0 else []
-    say(f"{len(found)} videos, of which this process encodes {len(todo)}")
-    if renewed:
-        say(f"renewed, since the video or its caption has changed: {list_names(renewed)}")
-    if gone:
-        say(f"dropped, since no longer in {str(options.videos)!r}: {list_names(gone)}")
+    todo, gone = _changes(options, found, former)
     if not todo and not gone:
         return []
-
     with storing(out, "OUT"):
         (out / CLIPS).mkdir(parents=True, exist_ok=True)
-    shape, errors = Shape(options.frames, options.pixels, options.rate), []
-    models = TorchModels(options.model, texts=True, device=options.device) if todo else None
+    shape, errors, is_begun = Shape(options.frames, options.pixels, options.rate), [], bool(former)
+    models: Any = TorchModels(options.model, texts=True, device=options.device) if todo else None
+    index, count = options.process
     with (out / f"clips-{index}-of-{count}.jsonl").open("a", encoding="utf-8") as lines:
-
-        def note(video: str, sha256: str = "", **clip: Any) -> None:
-            """Adds a line for a video, which replaces the one before, and removes the old file."""
-            entry, line = entries.get(video), {"video": video, "sha256": sha256, "file": None}
-            line |= {"version": entry.version + 1 if entry else 1, **clip}
-            lines.write(json.dumps(line) + "\n")
-            lines.flush()
-            os.fsync(lines.fileno())
-            if video in former and former[video].file != line["file"]:
-                (out / CLIPS / former[video].file).unlink(missing_ok=True)
-
         for video in gone:
-            note(video)
-        is_begun = bool(former)
-        for video, sha256, name in track(todo, "encoding", disable=not sys.stdout.isatty()):
-            assert models is not None, "there is something to encode"
+            _note(lines, out, video, entries.get(video))
+        for video, sha256 in track(todo, "encoding", disable=not sys.stdout.isatty()):
+            entry, name = entries.get(video.file), file_of(video, sha256)
             try:
-                clip = former.get(video.file)
-                held = out / CLIPS / clip.file if clip else None
-                if held and held.is_file() and entries[video.file].sha256 == sha256:
+                held = out / CLIPS / entry.clip.file if entry and entry.clip else None
+                if entry and held and held.is_file() and entry.sha256 == sha256:
                     tensors = read_tensors(held)  # Only the caption has changed.
                 else:
                     tensors = models.video(read_video(options.videos / video.file, shape))
@@ -167,21 +140,65 @@ def encode(options: EncodeOptions) -> list[str]:
                 errors.append(str(error))
                 say(f"left out: {error}")
                 if video.file in former:
-                    note(video.file, sha256)
+                    _note(lines, out, video.file, entry)
                 continue
             if not is_begun:
-                empty = models.text("", most=options.text_tokens)
-                is_begun = _begin(out, about, empty)
+                is_begun = _begin(out, about, models.text("", most=options.text_tokens))
             _write_tensors(out / CLIPS / name, tensors)
-            note(
-                video.file,
-                sha256,
-                file=name,
-                size=tensors["latent"].shape[:3],
-                tokens=len(tensors["text"]),
-                caption=video.caption,
-            )
+            size, tokens = tensors["latent"].shape[:3], len(tensors["text"])
+            clip = ClipLine(name, size, tokens, video.caption)
+            _note(lines, out, video.file, entry, sha256, clip)
     return errors
+
+
+def _changes(
+    options: EncodeOptions, found: list[Video], former: dict[str, ClipEntry]
+) -> tuple[list[tuple[Video, str]], list[str]]:
+    """The videos that this process encodes, each with the hash of its content, and those that it
+    drops, since they are gone."""
+    from rich.progress import track
+
+    from trainer.dit.wan.clips import CLIPS
+
+    index, count = options.process
+    todo, renewed = [], []
+    for video in track(found[index::count], "hashing", disable=not sys.stdout.isatty()):
+        with reading(options.videos / video.file):
+            sha256 = sha256_of(options.videos / video.file)
+        entry, name = former.get(video.file), file_of(video, sha256)
+        is_former = entry is not None and entry.clip is not None and entry.clip.file == name
+        if not is_former or not (options.out / CLIPS / name).is_file():
+            todo.append((video, sha256))
+            renewed += [video.file] * (entry is not None and not is_former)
+    # It is enough that one process drops them.
+    gone = sorted(former.keys() - {video.file for video in found}) if index == 0 else []
+    say(f"{len(found)} videos, of which this process encodes {len(todo)}")
+    if renewed:
+        say(f"renewed, since the video or its caption has changed: {list_names(renewed)}")
+    if gone:
+        say(f"dropped, since no longer in {str(options.videos)!r}: {list_names(gone)}")
+    return todo, gone
+
+
+def _note(
+    lines: TextIO,
+    out: Path,
+    video: str,
+    former: ClipEntry | None,
+    sha256: str = "",
+    clip: ClipLine | None = None,
+) -> None:
+    """Adds a line for a video, in place of the former one, and removes the file of that."""
+    from trainer.dit.wan.clips import CLIPS
+
+    version = 1 if former is None else former.version + 1
+    line = {"video": video, "version": version, "sha256": sha256}
+    line |= {"file": None} if clip is None else clip._asdict()
+    lines.write(json.dumps(line) + "\n")
+    lines.flush()
+    os.fsync(lines.fileno())
+    if former is not None and former.clip is not None and former.clip.file != line["file"]:
+        (out / CLIPS / former.clip.file).unlink(missing_ok=True)
 
 
 def file_of(video: Video, sha256: str) -> str:
@@ -192,7 +209,7 @@ def file_of(video: Video, sha256: str) -> str:
     return f"{name}-{digest[:10]}.safetensors"
 
 
-def _check_shape(options: EncodeOptions, of_model: Sizes) -> None:
+def _check_shape(options: EncodeOptions, of_model: PipelineSizes) -> None:
     frames, pixels = of_model.frames_of_latent, of_model.pixels_of_latent
     wrong = [n for n in options.frames if n < 1 or n % frames != 1 % frames]
     if wrong:

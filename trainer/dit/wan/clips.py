@@ -46,7 +46,7 @@ class ClipLine(NamedTuple):
     caption: str
 
 
-class Entry(NamedTuple):
+class ClipEntry(NamedTuple):
     """A line of clips-*.jsonl."""
 
     video: str
@@ -90,6 +90,11 @@ def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, np
             names = list(file.keys()) if names is None else names
             missing = [name for name in names if name not in file.keys()]  # noqa: SIM118
             found = {name: file.get_tensor(name) for name in names if name not in missing}
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{str(path)!r} must exist; got no such file. Correct the path, or encode the videos "
+            "again."
+        ) from error
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{str(path)!r} must be a whole safetensors file; got {error}. Remove it, and encode "
@@ -113,17 +118,19 @@ def read_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, np
 def read_lines(folder: Path) -> list[ClipLine]:
     """The videos of a folder, in the order of their files."""
     if not (folder / ENCODED).is_file():
+        got = f"without {ENCODED}. Encode the videos first"
+        got = got if folder.is_dir() else "no such folder. Correct the path"
         raise InputError(
             f"data.path must be a folder that `python -m trainer.dit.encode` has written; got "
-            f"{str(folder)!r} without {ENCODED}. Encode the videos first."
+            f"{str(folder)!r}, {got}."
         )
     clips = [entry.clip for entry in read_entries(folder).values() if entry.clip is not None]
     return sorted(clips, key=lambda clip: clip.file)
 
 
-def read_entries(folder: Path) -> dict[str, Entry]:
+def read_entries(folder: Path) -> dict[str, ClipEntry]:
     """The line that counts of each video."""
-    found: dict[str, Entry] = {}
+    found: dict[str, ClipEntry] = {}
     needed = "file, size, tokens and caption"
     way_out = "Remove the line, and encode the videos again."
     for path in sorted(folder.glob("clips-*.jsonl")):
@@ -133,14 +140,14 @@ def read_entries(folder: Path) -> dict[str, Entry]:
     return found
 
 
-def _entry_of(values: Any) -> Entry:
+def _entry_of(values: Any) -> ClipEntry:
     clip, file = None, values["file"]
     if file is not None:
         frames, height, width = map(int, values["size"])
         size = frames, height, width
         clip = ClipLine(file, size, int(values["tokens"]), values["caption"])
     version, sha256 = int(values.get("version", 0)), values.get("sha256", "")
-    return Entry(values.get("video", file), version, sha256, clip)
+    return ClipEntry(values.get("video", file), version, sha256, clip)
 
 
 def sizes_of(lines: Sequence[ClipLine]) -> list[tuple[int, int, int]]:

@@ -23,7 +23,7 @@ PARTS = ("vae", "text_encoder")
 """Subfolders whose configs tell one model from another."""
 
 
-class Sizes(NamedTuple):
+class PipelineSizes(NamedTuple):
     """What the configs of VAE and text encoder say."""
 
     channels: int
@@ -133,19 +133,20 @@ def check_pipeline(folder: Path) -> None:
     path = folder / INDEX
     kind = read_object(path).get("_class_name") if path.is_file() else None
     if kind not in PIPELINES:
+        got = f" with {kind or 'none'}" if folder.is_dir() else ", no such folder"
         raise InputError(
             f"The folder of a model must hold {INDEX} of {' or '.join(PIPELINES)}, and the "
-            f"subfolders {', '.join(PARTS)} and tokenizer; got {str(folder)!r} with "
-            f"{kind or 'none'}. Download a model whose name ends in -Diffusers as a whole."
+            f"subfolders {', '.join(PARTS)} and tokenizer; got {str(folder)!r}{got}. Download a "
+            "model whose name ends in -Diffusers as a whole, and give its folder."
         )
 
 
-def pipeline_sizes(folder: Path) -> Sizes:
+def pipeline_sizes(folder: Path) -> PipelineSizes:
     """The sizes of the models of a pipeline, which are not loaded."""
     check_pipeline(folder)
     vae, text_encoder = (read_object(folder / part / "config.json") for part in PARTS)
     # What a config does not say are the defaults of diffusers and transformers.
-    return Sizes(
+    return PipelineSizes(
         channels=vae.get("z_dim", 16),
         text_dim=text_encoder.get("d_model", 512),
         frames_of_latent=vae.get("scale_factor_temporal", 4),
