@@ -34,16 +34,18 @@ from trainer.gpt.pretrained.families import (
     to_values,
     without_rope,
 )
-from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file
+from trainer.gpt.pretrained.initial import GENERATION, KEPT, copy_file, open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.tokenizer import FileTokenizer
-from trainer.parallel.partition import path_name
+from trainer.parallel.partition import path_name, split_frozen
 from trainer.weights.adapters import (
+    base_weights,
     check_merge,
     restore_model,
     shapes_on_host,
     write_merged,
 )
+from trainer.weights.types import ExportTypes
 from trainer.weights.writing import write_file
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -61,6 +63,7 @@ class Exported:
 
     step: int
     dtype: str
+    """Types of the tensors."""
     files: int
     """Number of files with tensors."""
 
@@ -77,17 +80,19 @@ def export_run(
     note: Any = print,
 ) -> Exported:
     """Writes the weights of a checkpoint, by default the newest whole one; the folder appears only
-    when it is whole. The default `dtype` is that of the pretrained model, or float32 without one;
-    adapters are always float32. They are exported by themselves unless `merge` adds them to the
-    weights. A file has at most `shard_bytes` of tensors, unless one tensor has more. `note` is told
-    what the user must know about the checkpoint."""
+    when it is whole. By default, each tensor has the type that it had in the pretrained model, or
+    float32 without one; `dtype` is for all but those in float32 among others of 16 bits. Adapters
+    are float32 by default, and exported by themselves unless `merge` adds them to the weights. A
+    file has at most `shard_bytes` of tensors, unless one tensor has more. `note` is told what the
+    user must know about the checkpoint."""
     check_new("OUT", out)
     kept = kept_folder(run_dir)
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
     before: Any = "float32" if values is None else values.get("torch_dtype")
     apart = config.freezes and not merge
     check_merge(config, run_dir, merge=merge)
-    kind = dtype or (before if before in get_args(Dtype) and not apart else "float32")
+    known = before if before in get_args(Dtype) and not apart else "float32"
+    kind, types = dtype or known, ExportTypes.of_run(kept, dtype, known)
     family: str = family_of(config.model)
     if values is not None and family == family_of(describe(values, CONFIG).model):
         family = values["model_type"]  # Two families may have the same models.
@@ -101,12 +106,18 @@ def export_run(
             described |= ids
             # It has those of the tokenizer that the model came with.
             beside.pop(GENERATION, None)
+    shapes = shapes_on_host(NextToken(config))
     weights, found = restore_model(
-        run_dir, config, shapes_on_host(NextToken(config)), step=step, only_trained=apart, note=note
+        run_dir, config, shapes, step=step, only_trained=apart, note=note
     )
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+    written = kind
+
+    def open_base() -> Any:
+        return open_pretrained(config, split_frozen(shapes)[1])
 
     def write(part: Path) -> None:
+        nonlocal written
         if apart:
             write_file(
                 part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model, family)
@@ -114,14 +125,17 @@ def export_run(
         else:
             of_model = partial(places, model=config.model, family=family)
             options: dict[str, Any] = {"shard_bytes": shard_bytes}
-            write_merged(arrays, of_model, config.lora, part, lambda _: jnp.dtype(kind), **options)
+            with base_weights(arrays, of_model, config, open_base, types, note=note) as base:
+                written = write_merged(
+                    arrays, of_model, config.lora, part, types.of, base=base, **options
+                )
         for file, path in beside.items():
             copy_file(path, part / file)
         # Last: a kill leaves a hidden folder without it.
         (part / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
     write_folder(out, write, option="OUT")
-    return Exported(step=found, dtype=kind, files=len(list(out.glob("*.safetensors"))))
+    return Exported(step=found, dtype=written, files=len(list(out.glob("*.safetensors"))))
 
 
 def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:
