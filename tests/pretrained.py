@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import startrail_jax as st
 from programs import make_program, options
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.config import LoraConfig
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
@@ -19,6 +21,7 @@ from trainer.gpt.pretrained.defaults import pretrained as config_of
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.parallel.partition import path_name
+from trainer.parallel.state import TrainState
 from trainer.pretrained import import_pretrained
 from trainer.tasks import load_train_config
 from trainer.weights.adapters import write_merged
@@ -65,6 +68,25 @@ def with_adapters(family, targets, folder, size=1.0):
         found.append(load_file(kept / "model.safetensors"))
     tensors = peft_tensors(arrays, np.float32, config.model, kind)
     return *found, tensors, peft_config(config, None, kind, note=print)
+
+
+def save_adapters(config):
+    """Makes a checkpoint with random adapters the only one of an imported run."""
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda x: jax.device_put(rng.normal(size=x.shape).astype(np.float32), x.sharding),
+        make_program(config, st.Degrees(tensor=2)).state_shapes.weights,
+    )
+    shutil.rmtree(config.run_dir / "checkpoints")
+    with Checkpoints(config.run_dir / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(1, TrainState(weights, ()), {})
+
+
+def save_in_types(folder, type_of, file="model.safetensors"):
+    """Gives the tensors of a model other types, by their names; returns them."""
+    tensors = {name: x.astype(type_of(name)) for name, x in load_file(folder / file).items()}
+    save_file(tensors, folder / file)
+    return tensors
 
 
 def compute(folder, tokens, scheme):

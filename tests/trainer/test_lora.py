@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import pretrained
 import sample
@@ -292,6 +293,84 @@ def test_import_for_adapters_needs_space_for_one_copy_of_the_model(tmp_path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
     import_pretrained(config)
     assert (tmp_path / "run/checkpoints/0").is_dir()
+
+
+MERGED = [
+    ("llama", "float32", "float32", "float32"),
+    ("llama", "float32", "bfloat16", "bfloat16"),
+    ("llama", "float16", None, "bfloat16"),
+    ("llama", "bfloat16", None, "bfloat16"),
+    ("qwen3_5", "mixed", None, "bfloat16"),
+    ("qwen3_moe", "float32", "bfloat16", "float32"),
+]
+
+
+def merged_run(family, kind, base_dtype, activations, folder):
+    """A run with random adapters on a model whose file has this type; and the tensors of both."""
+    model = shutil.copytree(
+        pretrained.REFERENCES / family, folder / "model", copy_function=shutil.copyfile
+    )
+    mixed = {True: "float32", False: "bfloat16"}
+    wide = ("A_log", "norm")
+    tensors = pretrained.save_in_types(
+        model, lambda name: mixed[any(x in name for x in wide)] if kind == "mixed" else kind
+    )
+    lora = LoraConfig(rank=2, targets=("query", "value"), base_dtype=base_dtype)
+    config = pretrained.make_config(model, steps=0, devices=1, run_dir=folder / "run", lora=lora)
+    model = dataclasses.replace(config.model, dtype=activations)
+    config = dataclasses.replace(config, model=model, tensorboard=False)
+    import_pretrained(config)
+    pretrained.save_adapters(config)
+    return config, tensors
+
+
+@pytest.mark.parametrize("row", MERGED, ids=str)
+def test_adapters_are_added_to_the_tensors_of_the_file(row, tmp_path):
+    """Once rounded, if the file has 16 bits; all others are those of the file, bit for bit."""
+    config, tensors = merged_run(*row, tmp_path)
+    notes, out = [], tmp_path / "out"
+    export_run(config.run_dir, config, out, merge=True, note=notes.append)
+    export_run(config.run_dir, config, tmp_path / "adapters")
+    adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    described = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert notes == []
+    changed = 0
+    for name, x in found.items():
+        assert x.dtype == tensors[name].dtype, name
+        key = "base_model.model." + name.removesuffix("weight")
+        if f"{key}lora_A.weight" not in adapters:
+            np.testing.assert_array_equal(x, tensors[name], err_msg=name)
+            continue
+        a, b = (adapters[f"{key}lora_{x}.weight"].astype(np.float64) for x in "AB")
+        alpha = described["alpha_pattern"].get(name.split(".")[-2], described["lora_alpha"])
+        total = tensors[name].astype(np.float64) + alpha / len(a) * b @ a
+        apart = np.abs(x.astype(np.float64) - total).max() / np.abs(total).max()
+        assert apart <= max(1e-6, float(ml_dtypes.finfo(x.dtype).eps) / 2), name
+        changed += 1
+    assert changed
+
+
+def test_adapters_are_added_to_no_other_model(tmp_path):
+    """Without the files, what the run has kept is taken, and said; other files are refused."""
+    config, tensors = merged_run("llama", "float32", "bfloat16", "bfloat16", tmp_path)
+    model, notes, out = config.init_from, [], tmp_path / "out"
+    name = "model.layers.1.mlp.down_proj.weight"
+    for changed in ("numbers", "types"):
+        others = {**tensors, name: tensors[name] + 1}
+        if changed == "types":
+            others = {x: y.astype("bfloat16") for x, y in tensors.items()}
+        save_file(others, model / "model.safetensors")
+        with refused(InputError, "with which the run began", str(model), "move the folder away"):
+            export_run(config.run_dir, config, out, merge=True)
+        assert not out.exists()
+    shutil.rmtree(model)
+    export_run(config.run_dir, config, out, merge=True, note=notes.append)
+    (note,) = notes
+    assert "rounded to bfloat16" in note
+    found = load_file(out / "model.safetensors")[name]
+    np.testing.assert_array_equal(found, tensors[name].astype("bfloat16").astype("float32"))
 
 
 @pytest.mark.quick

@@ -21,7 +21,7 @@ import startrail_jax as st
 import train
 from configs.gpt import gpt_tiny
 from peak import Peak, needs_linux
-from pretrained import REFERENCES, import_and_export, make_config, reference_of
+from pretrained import REFERENCES, import_and_export, make_config, reference_of, save_in_types
 from programs import make_program, weight_shapes
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
@@ -1012,6 +1012,42 @@ def test_export_command(model, tmp_path, capsys):
     assert "after step 0, in bfloat16, in 1 file" in capsys.readouterr().err
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("family", "wide", "declared"),
+    [
+        ("qwen3_5", ("A_log", "norm"), "bfloat16"),
+        ("qwen3_next", ("A_log", "dt_bias"), "auto"),
+        ("gpt_oss", ("norm", "sinks"), "bfloat16"),
+        ("llama", ("lm_head",), None),
+        ("llama", (), "bfloat16"),
+    ],
+)
+def test_tensors_keep_their_types(family, wide, declared, tmp_path):
+    """And those in float32 among others of 16 bits stay so with --dtype."""
+    folder = copied(family, tmp_path)
+    change(folder, dtype=declared)
+
+    def type_of(name, narrow):
+        return "float32" if any(x in name for x in wide) else narrow
+
+    before = save_in_types(folder, lambda name: type_of(name, "bfloat16"))
+    run_dir = tmp_path / "run"
+    done = import_and_export(folder, run_dir, tmp_path / "out")
+    assert done.dtype == ("bfloat16 and float32" if wide else "bfloat16")
+    config = load_train_config(run_dir / "config.json")
+    for dtype in (None, "bfloat16", "float16", "float32"):
+        out = tmp_path / str(dtype)
+        export_run(run_dir, config, out, dtype=dtype)
+        after = tensors_of(out)
+        assert after.keys() == before.keys()
+        for name, x in after.items():
+            kind = type_of(name, dtype or "bfloat16")
+            assert x.dtype.name == kind, name
+            np.testing.assert_array_equal(x, before[name].astype(kind))
+        values = json.loads((out / "config.json").read_text())
+        assert values["torch_dtype"] == (dtype or "bfloat16")
 
 
 WINDOWS = (7, "none")

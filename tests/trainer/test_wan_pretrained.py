@@ -6,23 +6,24 @@ import shutil
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import startrail_jax as st
+from pretrained import save_adapters, save_in_types
 from programs import make_program, make_wan_config
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from train import read_command_line
-from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.config import LoraConfig, MeshConfig
 from trainer.dit.export import main as export
 from trainer.dit.wan.config import FlowConfig
 from trainer.dit.wan.config_json import DEFAULTS, model_of, read_config, to_values
 from trainer.dit.wan.export import LORA_FILE, export_wan
 from trainer.dit.wan.pretrained import open_wan
-from trainer.parallel.state import TrainState, initial_state
+from trainer.parallel.state import initial_state
 from trainer.pretrained import import_pretrained
 
 REFERENCES = Path(__file__).parents[1] / "parity" / "wan"
@@ -54,18 +55,20 @@ def test_what_is_imported_is_exported_bit_for_bit(name, mesh, tmp_path):
     assert other == {key: x for key, x in one.items() if key != "_diffusers_version"}
 
 
-def test_tensors_keep_their_types(tmp_path):
+def copied(folder, type_of):
+    """A copy of a reference whose tensors have other types, and these tensors."""
+    shutil.copytree(REFERENCES / "t2v", folder, copy_function=shutil.copyfile)
+    return save_in_types(folder, type_of, TENSORS)
+
+
+def is_wide(name):
     """diffusers keeps tables, norms and the embedding of times in float32 in a model of 16 bits."""
+    return any(part in name for part in ("scale_shift_table", "norm", "time_embedder"))
+
+
+def test_tensors_keep_their_types(tmp_path):
     folder = tmp_path / "mixed" / "transformer"
-    folder.mkdir(parents=True)
-    shutil.copy(REFERENCES / "t2v" / "config.json", folder)
-    tensors = load_file(REFERENCES / "t2v" / TENSORS)
-    wide = ("scale_shift_table", "norm", "time_embedder")
-    tensors = {
-        name: x if any(part in name for part in wide) else x.astype(jax.numpy.bfloat16)
-        for name, x in tensors.items()
-    }
-    save_file(tensors, folder / TENSORS)
+    tensors = copied(folder, lambda name: "float32" if is_wide(name) else "bfloat16")
     config = make_config(folder.parent, tmp_path / "run")
     import_pretrained(config)
     export_wan(config.run_dir, config, tmp_path / "out", shard_bytes=4000)
@@ -75,27 +78,37 @@ def test_tensors_keep_their_types(tmp_path):
     for name, x in tensors.items():
         assert found[name].dtype == x.dtype
         np.testing.assert_array_equal(found[name], x)
-    export_wan(config.run_dir, config, tmp_path / "half", dtype="bfloat16")
-    assert {x.dtype.name for x in load_file(tmp_path / "half" / TENSORS).values()} == {"bfloat16"}
+    # What is wide among others of 16 bits stays so.
+    export_wan(config.run_dir, config, tmp_path / "half", dtype="float16")
+    for name, x in load_file(tmp_path / "half" / TENSORS).items():
+        assert x.dtype.name == ("float32" if is_wide(name) else "float16")
 
 
-def test_adapters_are_exported_alone_or_merged(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "activations"),
+    [
+        ("float32", "float32"),
+        ("float32", "bfloat16"),
+        ("float16", "bfloat16"),
+        ("mixed", "bfloat16"),
+    ],
+)
+def test_adapters_are_exported_alone_or_merged(file, activations, tmp_path):
+    """Added to the tensors of the file, whatever the type in which a run keeps them."""
     targets = ("query", "out", "up", "down")
+    kinds = {True: "float32", False: "bfloat16"}
+    folder = tmp_path / "folder"
+    base = copied(folder, lambda name: kinds[is_wide(name)] if file == "mixed" else file)
     lora = LoraConfig(rank=2, alpha=3.0, targets=targets)
-    config = make_config(REFERENCES / "t2v", tmp_path / "run", lora=lora)
+    config = make_config(folder, tmp_path / "run", lora=lora)
+    model = dataclasses.replace(config.model, dtype=activations)
+    config = dataclasses.replace(config, model=model)
     import_pretrained(config)
-    rng = np.random.default_rng(0)
-    weights = jax.tree.map(
-        lambda x: jax.device_put(rng.normal(size=x.shape).astype(np.float32), x.sharding),
-        make_program(config, st.Degrees(tensor=2)).state_shapes.weights,
-    )
-    shutil.rmtree(config.run_dir / "checkpoints")
-    with Checkpoints(config.run_dir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(1, TrainState(weights, ()), {})
+    save_adapters(config)
     export([str(config.run_dir), str(tmp_path / "alone")])
     export([str(config.run_dir), str(tmp_path / "merged"), "--merge"])
     adapters = load_file(tmp_path / "alone" / LORA_FILE)
-    base, merged = (load_file(x / TENSORS) for x in (REFERENCES / "t2v", tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / TENSORS)
     of_peft = load_file(tmp_path / "alone" / "adapter_model.safetensors")
     for name, x in adapters.items():
         named = name.replace("transformer.", "base_model.model.", 1)
@@ -107,12 +120,15 @@ def test_adapters_are_exported_alone_or_merged(tmp_path):
     assert stems == {f"blocks.{i}.{name}" for i in range(2) for name in of_block}
     assert base.keys() == merged.keys()
     for name, x in merged.items():
+        assert x.dtype == base[name].dtype
         stem = name.removesuffix(".weight")
-        wanted = base[name]
-        if stem in stems and name.endswith(".weight"):
-            a, b = (adapters[f"transformer.{stem}.lora_{x}.weight"] for x in "AB")
-            wanted = wanted + b @ a
-        np.testing.assert_allclose(x, wanted, rtol=1e-5, atol=1e-6)
+        if stem not in stems or not name.endswith(".weight"):
+            np.testing.assert_array_equal(x, base[name])
+            continue
+        a, b = (adapters[f"transformer.{stem}.lora_{x}.weight"].astype(np.float64) for x in "AB")
+        wanted = base[name].astype(np.float64) + b @ a
+        rounded = 2 * float(ml_dtypes.finfo(x.dtype).eps) if file != "float32" else 1e-5
+        np.testing.assert_allclose(x.astype(np.float64), wanted, rtol=rounded, atol=1e-6)
 
 
 def test_a_folder_is_enough_to_begin_with(tmp_path):

@@ -37,10 +37,12 @@ class WanExportOptions:
     """Step of the checkpoint. The default is the newest one that is whole."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of the weights. By default, each tensor has the type that it had in the pretrained
-    model; weights of a run without one, and adapters, are float32."""
+    model; weights of a run without one, and adapters, are float32. Tensors that the pretrained
+    model had in float32 among others of 16 bits, such as tables and norms, stay float32."""
     merge: bool = False
     """Whether to add the adapters of a run with LoRA to the weights. Otherwise they are exported by
-    themselves."""
+    themselves. If the run keeps the weights in fewer bits than the files of --init-from, those
+    files are read again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

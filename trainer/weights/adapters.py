@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from models.hooks import Hooks
 from models.layers import ADAPTERS
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UserError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.config import LoraConfig, TrainConfig
 from trainer.objective import Objective
@@ -22,10 +23,14 @@ from trainer.parallel.partition import counts_experts, join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
 from trainer.weights.files import MODEL
+from trainer.weights.initial import TensorWeights
 from trainer.weights.places import Place
+from trainer.weights.types import ExportTypes
 from trainer.weights.writing import write_tensors
 
 KERNEL = "kernel"
+Places = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Place]]]
+"""Shapes of weights by path -> where each of them lies."""
 
 
 def check_merge(config: TrainConfig, run_dir: Path, *, merge: bool) -> None:
@@ -77,11 +82,89 @@ def as_matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inpu
     return x.reshape(-1, x.shape[-1]) if kind == ADAPTERS[0] else x.reshape(x.shape[0], -1)
 
 
+class BaseWeights:
+    """The weights to which a run's adapters are added: as its pretrained model has them, where the
+    run keeps them in fewer bits."""
+
+    def __init__(self, arrays: Mapping[str, Any], source: TensorWeights | None) -> None:
+        self._arrays, self._source = arrays, source
+
+    def read(self, path: str, place: Place, number: int) -> Shaped[np.ndarray, "..."]:
+        """The weight at `path` of one of its tensors; raises unless it is what the run has kept."""
+        weight = place.weight_of(np.asarray(self._arrays[path]), number)
+        if self._source is None or weight.dtype.itemsize > 2:
+            return weight
+        own, tensors = self._source.places[path], self._source.tensors
+        name = own.tensors[number]
+        whole = [slice(0, size) for size in own.shape]
+        found = own.read(tensors.slices[name], whole)
+        if not np.array_equal(found.astype(weight.dtype), weight):
+            raise _other_weights(tensors.folder, f"other numbers in {name}", weight.dtype.name)
+        return found
+
+
+def _places_of(arrays: Mapping[str, Any], places: Places) -> dict[str, Place]:
+    shapes = {x: y.shape for x, y in arrays.items() if x.rpartition("/")[2] not in ADAPTERS}
+    return dict(places(shapes))
+
+
+def _other_weights(folder: Path, what: str, kind: str) -> InputError:
+    return InputError(
+        "Adapters are added to the weights with which the run began; got "
+        f"{str(folder)!r} with {what}. Put the former files back, or move the folder away: --merge "
+        f"then takes what the run has kept, rounded to {kind}."
+    )
+
+
+@contextmanager
+def base_weights(
+    arrays: Mapping[str, Any],
+    places: Places,
+    config: Any,
+    open_weights: Callable[[], AbstractContextManager[TensorWeights]],
+    types: ExportTypes,
+    *,
+    note: Callable[[str], object],
+) -> Iterator[BaseWeights]:
+    """The weights of a run, for `write_merged`. The files of its pretrained model are opened if the
+    run has rounded some of them, as to the type of activations; `note` is told if they cannot be.
+    """
+    rounded = {
+        arrays[path].dtype.name
+        for path, place in _places_of(arrays, places).items()
+        for name in place.tensors
+        if arrays[path].dtype.itemsize == 2 and types.before(name) != arrays[path].dtype.name
+    }
+    with ExitStack() as stack:
+        source = None
+        if config.init_from is not None and rounded:
+            (kind,) = rounded
+            try:
+                source = stack.enter_context(open_weights())
+            except UserError as error:
+                note(
+                    f"WARNING: the weights are those that the run has kept, rounded to {kind}, "
+                    f"since those of its pretrained model cannot be read: {error}"
+                )
+            else:
+                there = source.tensors.types
+                for name, before in types.noted.items():
+                    if there.get(name, before) != before:
+                        what = f"{name} in {there[name]}"
+                        raise _other_weights(source.tensors.folder, what, kind)
+        yield BaseWeights(arrays, source)
+
+
 def merged(
-    arrays: Mapping[str, Any], path: str, place: Place, number: int, lora: LoraConfig
+    arrays: Mapping[str, Any],
+    path: str,
+    place: Place,
+    number: int,
+    lora: LoraConfig,
+    base: BaseWeights,
 ) -> Float[np.ndarray, "..."]:
     """The kernel at `path` with its adapter, if it has one, in float32: W + scale * A B."""
-    weight = place.weight_of(np.asarray(arrays[path]), number)
+    weight = base.read(path, place, number)
     part, _, kind = path.rpartition("/")
     names = [f"{part}/{kind}" for kind in ADAPTERS]
     if kind != KERNEL or names[0] not in arrays:
@@ -96,19 +179,21 @@ def merged(
 
 def write_merged(
     arrays: Mapping[str, Any],
-    places: Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Place]]],
+    places: Places,
     lora: LoraConfig,
     folder: Path,
     dtype_of: Callable[[str], Any],
     *,
     shard_bytes: int,
     stem: str = MODEL,
-) -> None:
-    """Writes the files of a model, whose adapters are added to the weights."""
-    shapes = {x: y.shape for x, y in arrays.items() if x.rpartition("/")[2] not in ADAPTERS}
-    found = dict(places(shapes))
+    base: BaseWeights | None = None,
+) -> str:
+    """Writes the files of a model, whose adapters are added to the weights: those of `base`, or of
+    `arrays` by default. Returns the types of the tensors."""
+    weights = base or BaseWeights(arrays, None)
+    found = _places_of(arrays, places)
 
     def weight(path: str, number: int) -> Shaped[np.ndarray, "..."]:
-        return merged(arrays, path, found[path], number, lora)
+        return merged(arrays, path, found[path], number, lora, weights)
 
-    write_tensors(found, weight, folder, dtype_of, shard_bytes=shard_bytes, stem=stem)
+    return write_tensors(found, weight, folder, dtype_of, shard_bytes=shard_bytes, stem=stem)

@@ -5,6 +5,7 @@ Nothing is unpickled.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.pth", "*.pt",
 IGNORED = ".rotary_emb.inv_freq"
 """Ending of tensors that old checkpoints have, and that follow from config.json."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The types of tensors that are read, as safetensors and as numpy name them; widest first."""
+"""The types of tensors that are read, as safetensors and as numpy name them."""
 
 
 def one_file(stem: str) -> str:
@@ -54,10 +55,22 @@ class Tensors:
     """For each other part of the model, how many tensors it has."""
 
     @property
-    def dtype(self) -> str:
-        """The type that holds the values of all tensors."""
-        kinds = {DTYPES[kind] for kind in self.dtypes.values()}
-        return kinds.pop() if len(kinds) == 1 else "float32"
+    def types(self) -> dict[str, str]:
+        """Type of every tensor, as numpy names it."""
+        return {name: DTYPES[kind] for name, kind in self.dtypes.items()}
+
+    @property
+    def kinds(self) -> str:
+        """The types that there are."""
+        return " and ".join(sorted({*self.types.values()}))
+
+    @property
+    def largest_kind(self) -> str:
+        """The type of the most numbers."""
+        sizes: Counter[str] = Counter()
+        for name, kind in self.types.items():
+            sizes[kind] += math.prod(self.shapes[name])
+        return max(sizes, key=lambda kind: sizes[kind])
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str]) -> None:
         """Raises unless these are the tensors of a model; `tied` ones may be there as copies."""

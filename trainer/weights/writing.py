@@ -26,12 +26,14 @@ def write_tensors(
     *,
     shard_bytes: int,
     stem: str = MODEL,
-) -> None:
+) -> str:
     """Writes the files of tensors, and their index if there are several. `dtype_of` gives a
-    tensor's type by its name. A file has at most `shard_bytes`, unless one tensor has more."""
+    tensor's type by its name; those that there are are returned. A file has at most `shard_bytes`,
+    unless one tensor has more."""
     found = by_tensor(places)
+    dtypes = {name: np.dtype(dtype_of(name)) for name in found}
     sizes = {
-        name: math.prod(places[path].whole_shape) * np.dtype(dtype_of(name)).itemsize
+        name: math.prod(places[path].whole_shape) * dtypes[name].itemsize
         for name, ((path, _), *_) in found.items()
     }
     shards: list[list[str]] = [[]]
@@ -44,8 +46,7 @@ def write_tensors(
         file = one_file(f"{stem}-{number:05}-of-{len(shards):05}" if shards[1:] else stem)
         tensors = {}
         for name in names:
-            dtype = dtype_of(name)
-            parts = [_tensor(weight(x, n), x, places[x], dtype) for x, n in found[name]]
+            parts = [_tensor(weight(x, n), x, places[x], dtypes[name]) for x, n in found[name]]
             share = places[found[name][0][0]].share
             tensors[name] = parts[0] if share is None else share.joined(parts)
         write_file(folder / file, tensors)
@@ -53,6 +54,7 @@ def write_tensors(
     if shards[1:]:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
         (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return " and ".join(sorted({dtype.name for dtype in dtypes.values()}))
 
 
 def _tensor(

@@ -14,23 +14,24 @@ from jaxtyping import Shaped
 
 from models.layers import ADAPTERS
 from trainer.data.cache import check_new, write_folder
-from trainer.data.opening import read_object
 from trainer.dit.wan.config import WanTrainConfig
 from trainer.dit.wan.config_json import CONFIG, to_values
 from trainer.dit.wan.objective import VideoFlow
-from trainer.dit.wan.pretrained import TYPES
+from trainer.dit.wan.pretrained import open_wan
 from trainer.dit.wan.tensors import places
-from trainer.parallel.partition import path_name
+from trainer.parallel.partition import path_name, split_frozen
 from trainer.run.folder import KEPT_FOLDER
 from trainer.weights.adapters import (
     KERNEL,
     as_matrix,
+    base_weights,
     check_merge,
     restore_model,
     shapes_on_host,
     write_merged,
 )
 from trainer.weights.files import DIFFUSERS
+from trainer.weights.types import ExportTypes
 from trainer.weights.writing import write_file
 
 LORA_FILE, PEFT_FILE = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
@@ -53,10 +54,11 @@ def export_wan(
     note: Any = print,
 ) -> int:
     """Writes the weights of a checkpoint, by default the newest whole one, and returns its step;
-    the folder appears only when it is whole. The default `dtype` is that of each tensor of the
-    pretrained model, or float32 without one; adapters are always float32. They are exported by
-    themselves unless `merge` adds them to the weights. A file has at most `shard_bytes` of tensors,
-    unless one tensor has more. `note` is told what the user must know about the checkpoint."""
+    the folder appears only when it is whole. By default, each tensor has the type that it had in
+    the pretrained model, or float32 without one; `dtype` is for all but those in float32 among
+    others of 16 bits. Adapters are float32 by default, and exported by themselves unless `merge`
+    adds them to the weights. A file has at most `shard_bytes` of tensors, unless one tensor has
+    more. `note` is told what the user must know about the checkpoint."""
     check_new("OUT", out)
     check_merge(config, run_dir, merge=merge)
     if config.block_frames:
@@ -65,16 +67,15 @@ def export_wan(
             f"block_frames={config.block_frames}"
         )
     apart = config.freezes and not merge
-    kept = run_dir / KEPT_FOLDER / TYPES
-    types = read_object(kept) if kept.is_file() and dtype is None else {}
+    types = ExportTypes.of_run(run_dir / KEPT_FOLDER, dtype)
     shapes = shapes_on_host(VideoFlow(config))
     weights, found = restore_model(
         run_dir, config, shapes, step=step, only_trained=apart, note=note
     )
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
 
-    def dtype_of(name: str) -> Any:
-        return jnp.dtype(types.get(name, dtype or "float32"))
+    def open_base() -> Any:
+        return open_wan(config, split_frozen(shapes)[1])
 
     def write(part: Path) -> None:
         if apart:
@@ -86,7 +87,8 @@ def export_wan(
             )
             return
         options: dict[str, Any] = dict(shard_bytes=shard_bytes, stem=DIFFUSERS)
-        write_merged(arrays, places, config.lora, part, dtype_of, **options)
+        with base_weights(arrays, places, config, open_base, types, note=note) as base:
+            write_merged(arrays, places, config.lora, part, types.of, base=base, **options)
         # Last: a kill leaves a hidden folder without it.
         (part / CONFIG).write_text(
             json.dumps(to_values(config.model), indent=2) + "\n", encoding="utf-8"

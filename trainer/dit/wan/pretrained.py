@@ -21,11 +21,9 @@ from trainer.dit.wan.tensors import places
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
 from trainer.sums import write_sums
-from trainer.weights.files import DIFFUSERS, DTYPES, open_tensors
+from trainer.weights.files import DIFFUSERS, open_tensors
 from trainer.weights.initial import TensorWeights
-
-TYPES = "types.json"
-"""File beside a kept config.json: the type of every tensor of the pretrained model."""
+from trainer.weights.types import keep_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +34,9 @@ class WanWeights(TensorWeights):
         """Copies config.json, and notes the types of the tensors, which an export takes again."""
         folder = run_dir / KEPT_FOLDER
         folder.mkdir(exist_ok=True)
-        values = read_object(self.tensors.folder / CONFIG)
-        types = {name: DTYPES[kind] for name, kind in self.tensors.dtypes.items()}
-        for name, content in ((CONFIG, values), (TYPES, types)):
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(read_object(self.tensors.folder / CONFIG), indent=2)
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+        keep_types(folder, self.tensors)
         write_sums(folder)
         durable.flush_files(folder, 0)
         durable.flush(folder.parent)
@@ -58,12 +55,11 @@ def open_wan(config: WanTrainConfig, shapes: Any) -> Iterator[WanWeights]:
         tensors.check(wanted, tied={})
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for _, x in leaves)
         dtype = jnp.dtype(max((x for _, x in leaves), key=lambda x: x.size).dtype)
-        kinds = ", ".join(sorted({DTYPES[kind] for kind in tensors.dtypes.values()}))
         yield WanWeights(
             tensors=tensors,
             places=found,
-            description=f"initial weights: {folder}, a Wan with {len(wanted)} tensors of {kinds}, "
-            f"{size / 2**30:.2f} GiB in {dtype}",
+            description=f"initial weights: {folder}, a Wan with {len(wanted)} tensors of "
+            f"{tensors.kinds}, {size / 2**30:.2f} GiB in {dtype}",
         )
 
 

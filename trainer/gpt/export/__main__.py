@@ -37,11 +37,13 @@ class ExportOptions:
     step: int | None = None
     """Step of the checkpoint. The default is the newest one that is whole."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Data type of the weights. The default is that of the pretrained model with which the run
-    began, and float32 for a run that began with random weights, and for adapters."""
+    """Data type of the weights. By default, each tensor has the type that it had in the pretrained
+    model; weights of a run without one, and adapters, are float32. Tensors that the pretrained
+    model had in float32 among others of 16 bits, such as the A_log of a Qwen3.5, stay float32."""
     merge: bool = False
     """Whether to add the adapters of a run with LoRA to the weights, for a model that needs no
-    PEFT. Otherwise they are exported by themselves, in PEFT's format."""
+    PEFT. Otherwise they are exported by themselves, in PEFT's format. If the run keeps the
+    weights in fewer bits than the files of --init-from, those files are read again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,16 +40,18 @@ from trainer.gpt.pretrained.families import (
     to_values,
     without_rope,
 )
-from trainer.gpt.pretrained.initial import GENERATION, copy_file, kept_files
+from trainer.gpt.pretrained.initial import GENERATION, copy_file, kept_files, open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.tokenizer import FileTokenizer
-from trainer.parallel.partition import path_name
+from trainer.parallel.partition import path_name, split_frozen
 from trainer.weights.adapters import (
+    base_weights,
     check_merge,
     restore_model,
     shapes_on_host,
     write_merged,
 )
+from trainer.weights.types import ExportTypes
 from trainer.weights.writing import write_file
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -67,6 +69,7 @@ class Exported:
 
     step: int
     dtype: str
+    """Types of the tensors."""
     files: int
     """Number of files with tensors."""
 
@@ -83,17 +86,19 @@ def export_run(
     note: Any = print,
 ) -> Exported:
     """Writes the weights of a checkpoint, by default the newest whole one; the folder appears only
-    when it is whole. The default `dtype` is that of the pretrained model, or float32 without one;
-    adapters are always float32. They are exported by themselves unless `merge` adds them to the
-    weights. A file has at most `shard_bytes` of tensors, unless one tensor has more. `note` is told
-    what the user must know about the checkpoint."""
+    when it is whole. By default, each tensor has the type that it had in the pretrained model, or
+    float32 without one; `dtype` is for all but those in float32 among others of 16 bits. Adapters
+    are float32 by default, and exported by themselves unless `merge` adds them to the weights. A
+    file has at most `shard_bytes` of tensors, unless one tensor has more. `note` is told what the
+    user must know about the checkpoint."""
     check_new("OUT", out)
     kept = kept_folder(run_dir)
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
     before: Any = "float32" if values is None else values.get("torch_dtype")
     apart, ids = config.freezes and not merge, dict[str, int | None]()
     check_merge(config, run_dir, merge=merge)
-    kind = dtype or (before if before in get_args(Dtype) and not apart else "float32")
+    known = before if before in get_args(Dtype) and not apart else "float32"
+    kind, types = dtype or known, ExportTypes.of_run(kept, dtype, known)
     family: str = family_of(config.model)
     if values is not None and family == family_of(describe(values, CONFIG).model):
         family = values["model_type"]  # Two families may have the same models.
@@ -107,19 +112,22 @@ def export_run(
             described |= ids
             # It has those of the tokenizer that the model came with.
             beside.pop(GENERATION, None)
-    generation = {}
-    if stops := read_stops(run_dir):
-        generation = read_object(beside.pop(GENERATION)) if GENERATION in beside else {}
-        ends = [described.get("eos_token_id")] if ids else eos_of(kept)
-        generation["eos_token_id"] = [*stops, *(x for x in ends if x not in (None, *stops))]
-        if not apart:
-            described["eos_token_id"] = generation["eos_token_id"]
+    ends = [described.get("eos_token_id")] if ids else eos_of(kept)
+    generation = _with_stops(read_stops(run_dir), ends, beside)
+    if generation and not apart:
+        described["eos_token_id"] = generation["eos_token_id"]
+    shapes = shapes_on_host(NextToken(config))
     weights, found = restore_model(
-        run_dir, config, shapes_on_host(NextToken(config)), step=step, only_trained=apart, note=note
+        run_dir, config, shapes, step=step, only_trained=apart, note=note
     )
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+    written = kind
+
+    def open_base() -> Any:
+        return open_pretrained(config, split_frozen(shapes)[1])
 
     def write(part: Path) -> None:
+        nonlocal written
         if apart:
             write_file(
                 part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model, family)
@@ -127,7 +135,10 @@ def export_run(
         else:
             of_model = partial(places, model=config.model, family=family)
             options: dict[str, Any] = {"shard_bytes": shard_bytes}
-            write_merged(arrays, of_model, config.lora, part, lambda _: jnp.dtype(kind), **options)
+            with base_weights(arrays, of_model, config, open_base, types, note=note) as base:
+                written = write_merged(
+                    arrays, of_model, config.lora, part, types.of, base=base, **options
+                )
         for file, path in beside.items():
             copy_file(path, part / file)
         if generation:
@@ -138,7 +149,18 @@ def export_run(
         (part / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
     write_folder(out, write, option="OUT")
-    return Exported(step=found, dtype=kind, files=len(list(out.glob("*.safetensors"))))
+    return Exported(step=found, dtype=written, files=len(list(out.glob("*.safetensors"))))
+
+
+def _with_stops(
+    stops: Sequence[int], ends: Sequence[Any], beside: dict[str, Path]
+) -> dict[str, Any]:
+    """The generation_config.json of a model that has learnt to end answers with some tokens, in
+    place of one `beside` the weights; nothing if there are no such tokens."""
+    if not stops:
+        return {}
+    values = read_object(beside.pop(GENERATION)) if GENERATION in beside else {}
+    return {**values, "eos_token_id": [*stops, *(x for x in ends if x not in (None, *stops))]}
 
 
 def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:

@@ -27,6 +27,7 @@ from trainer.run.folder import KEPT_FOLDER
 from trainer.sums import write_sums
 from trainer.weights.files import open_tensors
 from trainer.weights.initial import TensorWeights
+from trainer.weights.types import keep_types
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -36,14 +37,18 @@ class Pretrained(TensorWeights):
     """The weights in the folder of a pretrained model, which fit the model of a run."""
 
     def keep(self, run_dir: Path) -> None:
-        """Copies what is not weights into a run folder; the type in config.json becomes theirs."""
+        """Copies what is not weights into a run folder, with the types of the tensors. That in
+        config.json becomes one of theirs."""
         source, folder = self.tensors.folder, run_dir / KEPT_FOLDER
         folder.mkdir(exist_ok=True)
         for name, path in kept_files(source).items():
             copy_file(path, folder / name)
         values = text_values(read_object(source / CONFIG), CONFIG)
-        values = {k: v for k, v in values.items() if k != "dtype"}
-        values["torch_dtype"] = self.tensors.dtype
+        declared = values.get("dtype") or values.get("torch_dtype")
+        if declared not in self.tensors.types.values():
+            declared = self.tensors.largest_kind
+        values = {k: v for k, v in values.items() if k != "dtype"} | {"torch_dtype": declared}
+        keep_types(folder, self.tensors)
         (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         write_sums(folder)
         durable.flush_files(folder, 0)
@@ -103,6 +108,6 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             tensors=tensors,
             places=found,
             description=f"initial weights: {folder}, a model of kind {described.family} with "
-            f"{len(wanted)} tensors of {tensors.dtype}, {size / 2**30:.2f} GiB in {dtype}{left_out}"
+            f"{len(wanted)} tensors of {tensors.kinds}, {size / 2**30:.2f} GiB in {dtype}{left_out}"
             f"{longer}{remark}",
         )
