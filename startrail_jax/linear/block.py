@@ -22,8 +22,6 @@ class LinearCall:
     packed: bool
     backend: str
     """A key of `startrail_jax.linear.vjp.BLOCKS`."""
-    by_token: bool = False
-    """Whether "xla" takes one token after the other, so that no number leaves its document."""
 
     @property
     def rule(self) -> StateRule:

@@ -180,11 +180,11 @@ class _Delta(StateRule):
 
     def then(self, first: Map, second: Map) -> Map:
         k = first[0].shape[-1]
-        both = _product(second[0], jnp.concatenate(first, -1))
+        both = dot("...ij,...jk->...ik", second[0], jnp.concatenate(first, -1))
         return both[..., :k], both[..., k:] + second[1]
 
     def apply(self, map_: Map, state: Array) -> Array:
-        return _product(map_[0], state) + map_[1]
+        return dot("...ij,...jk->...ik", map_[0], state) + map_[1]
 
     def transposed(self, factor: Array) -> Array:
         return factor.swapaxes(-1, -2)
@@ -234,12 +234,10 @@ class SSD(StateRule):
         return map_[0] * terms.end, self.step(terms, map_[1])
 
     def then(self, first: Map, second: Map) -> Map:
-        m, n = (jnp.where(second[0] == 0, 0, second[0] * x) for x in first)
-        return m, n + second[1]
+        return second[0] * first[0], second[0] * first[1] + second[1]
 
     def apply(self, map_: Map, state: Array) -> Array:
-        # Behind a border, nothing is left of the state, not even NaN.
-        return jnp.where(map_[0] == 0, 0, map_[0] * state) + map_[1]
+        return map_[0] * state + map_[1]
 
     def transposed(self, factor: Array) -> Array:
         return factor
@@ -277,12 +275,6 @@ def _inverse_backward(found: Array, dfound: Array) -> tuple[Array]:
 
 
 inverse.defvjp(lambda lower: (inverse(lower),) * 2, _inverse_backward)
-
-
-def _product(m: Array, x: Array) -> Array:
-    """M X, where M is 0 behind a border: then nothing is left of X, not even NaN."""
-    is_zero = (m == 0).all((-2, -1), keepdims=True)
-    return jnp.where(is_zero, 0, dot("...ij,...jk->...ik", m, x))
 
 
 def _joined(first: Array, low: Array, second: Array) -> Array:

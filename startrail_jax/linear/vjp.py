@@ -17,8 +17,6 @@ A backend (`block.py`) computes what groups do; the rest is the same for all of 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -86,34 +84,17 @@ def decode(call: LinearCall, state: Array, *floats: Array) -> tuple[Array, Array
     return joined(cut, out, 1, tokens), after[:, 0, 0]
 
 
-def _of_groups(call: LinearCall, name: str, *arrays: Any) -> Any:
-    """What a function of the backend computes. If a number of it is not finite, it may have come
-    from another document: then it is computed again, token by token."""
-    found = getattr(BLOCKS[call.backend], name)(call, *arrays)
-    if not call.packed:
-        return found
-    exact = dataclasses.replace(call, by_token=True)
-    finite = functools.reduce(
-        jnp.logical_and, [jnp.isfinite(x).all() for x in jax.tree.leaves(found)]
-    )
-    # A loop, whose results take the place of those before, where branches would need both.
-    return lax.while_loop(
-        lambda carry: ~carry[0],
-        lambda carry: (jnp.ones_like(carry[0]), getattr(xla, name)(exact, *arrays)),
-        (finite, found),
-    )[1]
-
-
 def _forward(call: LinearCall, first: Array, blocks: Any) -> Any:
-    maps = _of_groups(call, "maps", blocks)
+    block = BLOCKS[call.backend]
+    maps = block.maps(call, blocks)
     states, last = call.line.enter(maps, first)
     states, factors = (checkpoint_name(x, CHECKPOINT_NAMES[0]) for x in (states, maps[0]))
-    return (_of_groups(call, "outputs", blocks, states)[1], last), (blocks, states, factors)
+    return (block.outputs(call, blocks, states)[1], last), (blocks, states, factors)
 
 
 def _backward(call: LinearCall, residuals: Any, cotangents: Any) -> Any:
     (blocks, states, factors), (dout, dlast) = residuals, cotangents
-    maps = call.rule.transposed(factors), _of_groups(call, "wanted", blocks, states, dout)
+    maps = call.rule.transposed(factors), BLOCKS[call.backend].wanted(call, blocks, states, dout)
     after, dfirst = call.line.enter(maps, dlast, reverse=True)
     return dfirst, (*_gradients(call, blocks, states, dout, after), None)
 
@@ -133,7 +114,7 @@ def _gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after:
         *here, state, cotangent, dstate = (
             lax.dynamic_slice_in_dim(x, first, width, 2) for x in (*blocks, states, dout, after)
         )
-        grads = _of_groups(call, "gradients", here, state, cotangent, dstate)
+        grads = BLOCKS[call.backend].gradients(call, here, state, cotangent, dstate)
         return [
             lax.dynamic_update_slice_in_dim(x, y, first, 2)
             for x, y in zip(found, grads, strict=True)

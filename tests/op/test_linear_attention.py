@@ -274,57 +274,6 @@ def test_padding_changes_nothing_and_gets_nothing(rule, layout, backend, monkeyp
     np.testing.assert_array_equal(computed(named, arrays, own)[0], wanted[0])
 
 
-SPOILT = {
-    "value": (2, np.nan),
-    "key": (1, np.nan),
-    "decay": (3, np.nan),
-    "overflow": (1, 3e38),
-    "state": (5, np.nan),
-    "dout": (6, np.inf),
-    "dlast": (7, np.nan),
-}
-
-
-@pytest.mark.slow_except_every(7)
-@pytest.mark.parametrize("name", SPOILT)
-@pytest.mark.parametrize(
-    ("rule", "layout", "backend"),
-    [
-        *((rule, layout, "xla") for rule in RULES for layout in ("contiguous", "zigzag")),
-        ("gated_delta", "zigzag", "jla"),
-    ],
-)
-def test_numbers_that_are_not_finite_stay_in_their_document(
-    rule, layout, backend, name, monkeypatch
-):
-    """In both passes, wherever it begins and ends: in a chunk, a group, or on another device."""
-    fake_jla.install(monkeypatch)
-    for size, count in dict(CHUNK=8, GROUP=2, AT_ONCE=10).items():
-        monkeypatch.setattr(sizes, size, count)
-    attention = attention_on(st.Degrees(ring=2), rule, layout=layout, backend=backend)
-    arrays, ids = inputs(rule, 96, seed=19), documents(96, [13, 51, 83], batch=2)
-    which, number = SPOILT[name]
-    document = {"state": 0, "dlast": 3}.get(name, 1)
-    spoilt = [x.copy() for x in arrays]
-    rows = np.s_[0] if which in (5, 7) else (0, ids[0] == document)
-    spoilt[which][rows] = number
-    out, last, grads = computed(attention, spoilt, ids)
-    *tokens, state, dout, dlast = arrays
-    options = dict(delta=rule != "ssd", scale=6**-0.5 if rule != "ssd" else 1.0)
-    options |= dict(ids=ids, state=state)
-    wanted, states = oracle.linear_attention(*tokens, **options)
-    others = ids != document
-    others[1] = True
-    close(out[others], wanted[others], TOLERANCE, "out")
-    right = oracle.gradients(*tokens, dout, dlast, **options)
-    for each, x, y in zip(NAMES[:5], grads, right, strict=False):
-        close(x[others], y[others], TOLERANCE, each)
-    close(last[document == 3 :], states[-1][document == 3 :], TOLERANCE, "last state")
-    close(grads[5][document == 0 :], right.state[document == 0 :], TOLERANCE, "state")
-    seen = out if which < 6 else grads[2]
-    assert not np.isfinite(seen[~others]).all()
-
-
 @pytest.mark.parametrize("heads", [(4, 4, 2), (1, 2, 4), (2, 2, 2)])
 def test_fewer_heads_of_some_arrays(heads):
     """Also where a tensor axis splits some of them, and the others are on all its devices."""
