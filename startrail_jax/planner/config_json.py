@@ -35,6 +35,7 @@ PRETRAINED: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
     "qwen3_5_text": {"head_dim": 256},
     "olmo2": {},
+    "olmo3": {"sliding_window": 4096},
     "olmo_hybrid": {},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {
@@ -64,7 +65,7 @@ _DENSE: Mapping[str, Mapping[str, Any]] = {
     **{"glm": _OF_128, "glm4": _OF_128, "helium": _OF_128, "ministral3": _OF_128},
     **{"qwen3_vl_text": _OF_128, "seed_oss": _OF_128, "ernie4_5": _TIED | _OF_128},
     **{"cohere": _TIED, "starcoder2": _TIED, "cohere2": _TIED | {"sliding_window": 4096}},
-    **{x: {"sliding_window": 4096} for x in ("exaone4", "ministral", "olmo3")},
+    **{x: {"sliding_window": 4096} for x in ("exaone4", "ministral")},
     "gemma": _TIED | {"head_dim": 256},
 }
 """Further types of model whose layers are attention and an MLP, each with its defaults."""

@@ -113,6 +113,19 @@ CASES = {
         "float32",
     ),
     "olmo2": ("Olmo2", dict(rope_parameters=ROPE_YARN), "float32"),
+    # The layer without a window alone is stretched.
+    "olmo3": (
+        "Olmo3",
+        dict(
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=dict(
+                full_attention=ROPE_YARN,
+                sliding_attention=dict(rope_type="default", rope_theta=100.0),
+            ),
+        ),
+        "float32",
+    ),
     # Without rotary positions, and with norms over all heads, of which devices may have a half.
     "olmo_hybrid": (
         "OlmoHybrid",

@@ -90,6 +90,7 @@ NEGATIVE = "linear_allow_neg_eigval"
 """Whether the states of an Olmo Hybrid may change their sign: beta is then at most 2, else 1."""
 LAYERS = ("sliding_window", "layer_types")
 CHOICE = (*LAYERS, "use_sliding_window", "max_window_layers")
+LOCAL_BASE = "rope_local_base_freq"
 CAPS = ("query_pre_attn_scalar", "final_logit_softcapping")
 OF_HYBRID = ("layer_types", "full_attention_interval", "partial_rotary_factor", *OF_LINEAR)
 PREDICTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
@@ -141,7 +142,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
-        keys=(*LAYERS, *CAPS, "sliding_window_pattern", "rope_local_base_freq", "hidden_act"),
+        keys=(*LAYERS, *CAPS, "sliding_window_pattern", LOCAL_BASE, "hidden_act"),
         # transformers has the cap of attention, and caps nothing.
         only=OF_GEMMA | {"attn_logit_softcapping": (None,)},
         options=GEMMA | NORMALISED,
@@ -201,6 +202,9 @@ FAMILIES = {
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM", keys=(), only=SILU, options=OLMO, windows="no"
+    ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM", keys=LAYERS, only=SILU, options=OLMO, local_rope=True
     ),
     "olmo_hybrid": Family(
         architecture="OlmoHybridForCausalLM",
@@ -297,7 +301,7 @@ def rotary_values(model: GPTConfig) -> dict[str, Any]:
             scaling["partial_rotary_factor"] = channels / model.head_dim
         theta = None if plain(model).rope.bases == ("none",) else values["rope_theta"]
         return {"rope_parameters": {"rope_theta": theta, **scaling}}
-    return (_local_rope_values if family.local_rope else _rope_values)(model)
+    return _local_rope_values(model, family) if family.local_rope else _rope_values(model)
 
 
 def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
@@ -372,14 +376,21 @@ def _rope_values(model: GPTConfig) -> dict[str, Any]:
     return {"rope_theta": base, "rope_scaling": scaling}
 
 
-def _local_rope_values(model: GPTConfig) -> dict[str, Any]:
-    """`_rope_values` of a Gemma 3."""
+def _local_rope_values(model: GPTConfig, family: Family) -> dict[str, Any]:
+    """`_rope_values` where layers with a window have positions of their own."""
     pairs = dict(zip(model.layer_windows, model.layer_bases, strict=True))
     local = next((base for window, base in pairs.items() if window is not None), None)
     base = pairs.get(None, model.layer_bases[0])
     of_global = replace(model.rope, bases=(base,), stretches="all")
     values = _rope_values(replace(model, rope=of_global, windows=("none",)))
-    return values if local is None else values | {"rope_local_base_freq": local}
+    if local is None:
+        return values
+    if LOCAL_BASE in family.keys:
+        return values | {LOCAL_BASE: local}
+    scaling = values["rope_scaling"] or {"rope_type": "default"}
+    ropes = {FULL: {**scaling, "rope_theta": base}}
+    ropes[SLIDING] = {"rope_type": "default", "rope_theta": local}
+    return {"rope_parameters": ropes}
 
 
 def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
