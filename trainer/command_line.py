@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_type_hints
@@ -18,7 +18,7 @@ from tyro.constructors import (
 )
 
 from startrail_jax.errors import InputError
-from trainer.config import Distributed
+from trainer.config import ENDLESS, Distributed
 from trainer.printable import say
 
 Settings = TypeVar("Settings")
@@ -105,9 +105,17 @@ def parse_run(
 ) -> Command[Settings]:
     """Reads the flags of a run; on a mistake, prints a message and exits with status 2."""
     flag = partial(flag_of, arguments)
-    default = task.before_flags(default, flag)
+    default = _with_schedule(task.before_flags(default, flag), flag)
     command = parse(arguments, default=default, prog=prog, description=description)
     return replace(command, settings=task.after_flags(command.settings, flag))
+
+
+def _with_schedule(config: Any, flag: Callable[[str], str | None]) -> Any:
+    """A config without a last learning rate, if a flag chooses a schedule that has none."""
+    if flag("--optimizer.schedule") in ENDLESS:
+        optimizer = replace(config.optimizer, final_share=None)
+        return replace(config, optimizer=optimizer)
+    return config
 
 
 def flag_of(arguments: list[str], name: str) -> str | None:

@@ -172,16 +172,20 @@ class OptimizerConfig:
     """How gradients become updates: "adamw" (https://arxiv.org/abs/1711.05101), or "muon" for the
     matrices of the layers, with AdamW for all other weights
     (https://kellerjordan.github.io/posts/muon)."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    """The schedule of the learning rate after the warm-up: "cosine" falls from the peak until the
-    end; "wsd" (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays at the peak and then
-    falls linearly."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    """The schedule of the learning rate after the warm-up: "cosine" and "linear" fall from the peak
+    until the end; "constant" stays there; "wsd" (warm-up, stable, decay;
+    https://arxiv.org/abs/2404.06395) stays there and then falls linearly; "inverse_sqrt" falls as
+    the root of (steps of the warm-up) / step (https://arxiv.org/abs/1706.03762)."""
     learning_rate: float
     """Peak learning rate."""
-    final_share: float = 0.0
-    """Learning rate after the last step, as a share of the peak; 1 keeps it constant."""
+    final_share: float | None = None
+    """Learning rate after the last step of "cosine", "linear" and "wsd", as a share of the peak.
+    The default is 0."""
     warmup_fraction: float = 0.05
     """Fraction of the steps during which the learning rate rises from 0 to its peak."""
+    warmup_steps: int | None = None
+    """Number of steps during which it rises, in place of the fraction."""
     decay_fraction: float | None = None
     """Fraction of the steps, at the end, during which the learning rate of schedule "wsd" falls.
     The default is 0.2."""
@@ -193,14 +197,16 @@ class OptimizerConfig:
     """Decay of the moving average of the gradient."""
     beta2: float = 0.95
     """Decay of the moving average of the squared gradient."""
+    epsilon: float = 1e-8
+    """What AdamW adds to the root of the averaged squared gradient."""
     momentum: float | None = None
     """Decay of the moving average of the gradients that Muon makes orthogonal. The default is
     0.95."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "clip_norm"):
+        for name in ("learning_rate", "clip_norm", "epsilon"):
             check_range(f"optimizer.{name}", getattr(self, name), "above 0 and finite")
-        for name in ("final_share", "weight_decay"):
+        for name in ("final_share", "weight_decay", "warmup_steps"):
             check_minimum(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("warmup_fraction", "beta1", "beta2", "momentum", "decay_fraction"):
             check_range(f"optimizer.{name}", getattr(self, name), "at least 0 and below 1")
@@ -212,6 +218,19 @@ class OptimizerConfig:
                     f"{getattr(self, name)}, {setting}={getattr(self, setting)!r}. Leave it out, "
                     f"or use --optimizer.{setting} {needed}."
                 )
+        if self.final_share is not None and self.schedule in ENDLESS:
+            raise InputError(
+                "optimizer.final_share needs a schedule that ends with a share of the peak; got "
+                f"final_share={self.final_share}, schedule={self.schedule!r}. Use "
+                "--optimizer.final-share None, or --optimizer.schedule cosine, linear or wsd."
+            )
+        default = type(self).warmup_fraction
+        if self.warmup_steps is not None and self.warmup_fraction != default:
+            raise InputError(
+                "optimizer.warmup_steps takes the place of optimizer.warmup_fraction; got "
+                f"warmup_steps={self.warmup_steps}, warmup_fraction={self.warmup_fraction}. Leave "
+                "one of them out."
+            )
         if self.schedule == "wsd" and self.warmup_fraction + self.decay_of_wsd > 1:
             raise InputError(
                 "optimizer.warmup_fraction and optimizer.decay_fraction must be at most 1 "
@@ -229,12 +248,17 @@ class OptimizerConfig:
             return values
         others = {name: x for name, x in values.items() if name != "final_learning_rate"}
         # 3e-5 of 3e-4 is 0.1, and not the 0.09999999999999999 of binary digits.
-        return {**others, "final_share": float(f"{final / peak:.12g}")}
+        return {**others, "final_share": float(f"{final / peak:.12g}") or None}
 
     def for_adapters(self) -> OptimizerConfig:
         """The same with the learning rate of adapters, which begin at zero, and need larger steps
         than the weights of a model."""
         return replace(self, learning_rate=max(self.learning_rate, LEAST_RATE_OF_ADAPTERS))
+
+    def warmup(self, steps: int) -> int:
+        """Number of steps of the warm-up of a run of some steps; at least one step follows."""
+        given = self.warmup_steps
+        return min(round(self.warmup_fraction * steps) if given is None else given, steps - 1)
 
     @property
     def decay_of_wsd(self) -> float:
@@ -242,6 +266,8 @@ class OptimizerConfig:
         return 0.2 if self.decay_fraction is None else self.decay_fraction
 
 
+ENDLESS = ("constant", "inverse_sqrt")
+"""Schedules of which the number of steps of a run changes no learning rate."""
 LEAST_RATE_OF_ADAPTERS = 1e-4
 """Learning rate with `--lora.rank`, where no flag names one and the recipe has a lower one."""
 
@@ -552,6 +578,12 @@ class TrainConfig:
             )
         way_out = "Use 0.999, or None for no average."
         check_range("ema_decay", self.ema_decay, "above 0 and below 1", way_out)
+        warmup = self.optimizer.warmup_steps
+        if self.steps and warmup is not None and warmup >= self.steps:
+            raise InputError(
+                "optimizer.warmup_steps must be below steps; got "
+                f"warmup_steps={warmup}, steps={self.steps}. Use fewer, or more --steps."
+            )
         if self.offload and self.remat in ("auto", "none"):
             raise InputError(
                 "offload moves what remat saves, so it needs a remat by its name; got "

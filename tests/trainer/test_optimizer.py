@@ -169,6 +169,63 @@ def test_learning_rate_of_a_flag_ends_at_the_share_of_the_recipe(recipe):
     assert rates[-1] / 2e-6 == pytest.approx(last)
 
 
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        (dict(schedule="linear"), [1 / 2, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        (dict(schedule="linear", final_share=0.5), [1 / 2, 1, *(1 - n / 12 for n in range(1, 6))]),
+        (dict(schedule="constant"), [1 / 2, 1, 1, 1, 1, 1, 1]),
+        (dict(schedule="inverse_sqrt"), [1 / 2, 1, *((2 / n) ** 0.5 for n in range(3, 8))]),
+        (dict(schedule="inverse_sqrt", warmup_steps=0), [n**-0.5 for n in range(1, 8)]),
+        (dict(), [1 / 2, 1, *(0.5 + 0.5 * np.cos(np.pi * n / 6) for n in range(1, 6))]),
+        (dict(schedule="wsd", decay_fraction=2 / 7), [1 / 2, 1, 1, 1, 1, 2 / 3, 1 / 3]),
+    ],
+    ids=str,
+)
+def test_rates_are_those_of_the_schedule(changes, rates):
+    """Of 7 steps, 2 of which are the warm-up."""
+    config = OptimizerConfig(**dict(learning_rate=3.0, warmup_steps=2) | changes)
+    found = [float(learning_rate(config, 7)(count)) for count in range(7)]
+    np.testing.assert_allclose(found, 3 * np.array(rates), rtol=1e-6)
+    same = dataclasses.replace(config, warmup_steps=None, warmup_fraction=config.warmup(7) / 7)
+    assert found == [float(learning_rate(same, 7)(count)) for count in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--optimizer.warmup-steps 800", "warmup_steps=800, steps=800"),
+        ("--optimizer.warmup-steps 8 --optimizer.warmup-fraction 0.1", "warmup_fraction=0.1"),
+        ("--optimizer.schedule constant --optimizer.final-share 0.1", "schedule='constant'"),
+        ("--optimizer.epsilon 0", "optimizer.epsilon must be above 0 and finite"),
+    ],
+)
+def test_settings_of_rates_that_do_not_fit_raise(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        read_command_line(["gpt_tiny", *flags.split()])
+    shown = capsys.readouterr()
+    assert words in " ".join((shown.out + shown.err).replace("│", " ").split())
+
+
+def test_schedule_without_an_end_leaves_out_that_of_the_recipe():
+    flags = ["llama3_8b", "--optimizer.schedule"]
+    assert read_command_line([*flags, "constant"]).settings.optimizer.final_share is None
+    assert read_command_line([*flags, "linear"]).settings.optimizer.final_share == 0.1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_epsilon_is_that_of_adamw(kind):
+    """In the first step, the moments without their bias are the gradient and its square."""
+    config = OptimizerConfig(
+        **dict(kind=kind, learning_rate=1.0, warmup_steps=0, weight_decay=0.0, epsilon=0.25)
+    )
+    optimizer, weights = make_optimizer(config, 10), {"embedding": jnp.ones((2, 2))}
+    gradients = {"embedding": jnp.asarray([[0.5, -0.25], [0.125, 0.0]])}
+    updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
+    x, rate = np.asarray(gradients["embedding"]), float(learning_rate(config, 10)(0))
+    np.testing.assert_allclose(updates["embedding"], -rate * x / (np.abs(x) + 0.25), rtol=1e-5)
+
+
 def test_wsd_may_have_neither_warm_up_nor_end():
     config = dataclasses.replace(RATE, warmup_fraction=0.0, decay_fraction=0.0)
     assert [float(learning_rate(config, 3)(count)) for count in range(3)] == [1, 1, 1]

@@ -119,7 +119,7 @@ def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("peak", "final", "share"), [(3e-4, 3e-5, 0.1), (2e-6, 1e-5, 5), (1, 0, 0)]
+    ("peak", "final", "share"), [(3e-4, 3e-5, 0.1), (2e-6, 1e-5, 5), (1, 0, None)]
 )
 def test_final_learning_rate_of_an_older_file_is_a_share(config, tmp_path, peak, final, share):
     path = tmp_path / "config.json"

@@ -37,8 +37,8 @@ NOT_DECAYED = ("scale", "_bias", "sinks", "decay_rate")
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate by the number of earlier updates; not 0 in the first update or the last."""
     peak = config.learning_rate
-    final = peak * config.final_share
-    warmup = min(round(config.warmup_fraction * steps), steps - 1)
+    final = peak * (config.final_share or 0.0)
+    warmup = config.warmup(steps)
     if config.schedule == "cosine":
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=0.0,
@@ -47,7 +47,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
             decay_steps=steps + 1,
             end_value=final,
         )
-    else:
+    elif config.schedule == "wsd":
         decay = min(round(config.decay_of_wsd * steps), steps - warmup)
         schedule = optax.join_schedules(
             [
@@ -57,6 +57,14 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
             ],
             [warmup, steps - decay],
         )
+    else:
+        after = {
+            "linear": optax.linear_schedule(peak, final, steps + 1 - warmup),
+            "constant": optax.constant_schedule(peak),
+            "inverse_sqrt": lambda count: peak * jnp.sqrt(max(warmup, 1) / (count + warmup)),
+        }
+        rise = optax.linear_schedule(0.0, peak, max(warmup, 1))
+        schedule = optax.join_schedules([rise, after[config.schedule]], [warmup])
     return lambda count: schedule(count + 1)
 
 
@@ -73,6 +81,7 @@ def make_optimizer(
         rate,
         b1=config.beta1,
         b2=config.beta2,
+        eps=config.epsilon,
         weight_decay=config.weight_decay,
         mask=_decayed,
     )
