@@ -37,9 +37,11 @@ from trainer.command_line import (
     parse_run,
 )
 from trainer.config import Distributed, TrainConfig
+from trainer.places import require_there
 from trainer.printable import say
 from trainer.run.commands import command
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
+from trainer.run.trackers import require_packages
 from trainer.tasks import TASKS, load_train_config, pretrained
 
 
@@ -59,6 +61,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         distributed: the processes that share the run; only this process by default. If one of them
             fails, all end at once, with status 1.
     """
+    task, options = TASKS[config.kind], distributed or Distributed()
+    if not options.several:
+        _require_inputs(task, config)
+
     # Modules that import jax are imported here: `--help` and a mistyped flag must be fast.
     import jax
 
@@ -83,9 +89,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         )
 
     # Mesh, of the devices of all processes.
-    task = TASKS[config.kind]
     kind = f"a config of kind {config.kind}"
-    options = distributed or Distributed()
     tokens_per_step = config.batch_size * config.num_tokens
 
     fetches = config.mirror is not None and config.plan != "show"
@@ -112,6 +116,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             report.line(line)
         if config.plan == "show":
             return Losses([], None)
+        if options.several:  # Only now do the others hear of what is missing here.
+            _require_inputs(task, config, tracks=session.is_first)
 
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
         objective = task.make_objective(config)
@@ -174,6 +180,16 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
                 ):
                     report.line(line)
     return Losses(loop.losses, loop.validation_loss)
+
+
+def _require_inputs(task: Any, config: TrainConfig, *, tracks: bool = True) -> None:
+    """Raises unless files and packages are there that are needed after the program is compiled, or
+    that take long to open."""
+    if config.plan != "show":
+        for name, path in task.inputs(config).items():
+            require_there(name, path)
+        if tracks:
+            require_packages(config)
 
 
 def _run_steps(loop: Any, done: int) -> bool:

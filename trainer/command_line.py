@@ -22,6 +22,8 @@ from trainer.config import ENDLESS, Distributed
 from trainer.printable import say
 
 Settings = TypeVar("Settings")
+MEANT = {"data": "path", "lora": "rank", "wandb": "project", "mlflow": "experiment"}
+"""For groups of flags, the one that is meant by the name of the group alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,12 @@ def parse_run(
 ) -> Command[Settings]:
     """Reads the flags of a run; on a mistake, prints a message and exits with status 2."""
     flag = partial(flag_of, arguments)
+    for group, name in MEANT.items():
+        if hasattr(default, group) and flag(f"--{group}") is not None:
+            exit_with_usage_error(
+                f"There is no flag --{group}. Did you mean --{group}.{name}? All flags that begin "
+                f"with --{group} are in --help."
+            )
     default = _with_schedule(task.before_flags(default, flag), flag)
     command = parse(arguments, default=default, prog=prog, description=description)
     return replace(command, settings=task.after_flags(command.settings, flag))

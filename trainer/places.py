@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from pathlib import Path
 
@@ -38,6 +40,19 @@ def check_folder(name: str, path: Path) -> None:
         "without the locks, fsync and rename that keep it whole. Use a disk, local or shared (NFS, "
         f"Lustre), {way_out}."
     )
+
+
+def require_there(name: str, path: Path | None) -> None:
+    """Raises unless there is a file or a folder, if a path is given."""
+    if path is not None and not os.path.lexists(path):
+        raise InputError(f"{name} must exist; got {str(path)!r}. {way_to(path)}")
+
+
+def way_to(path: Path, otherwise: str = "Correct the path.") -> str:
+    """What to do about a path that does not exist: something beside it may have nearly its name."""
+    is_lost = path.parent.is_dir() and not os.path.lexists(path)
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent) if is_lost else [], n=1)
+    return f"Did you mean {str(path.parent / near[0])!r}?" if near else otherwise
 
 
 def check_on_disk(name: str, path: Path | None) -> None:

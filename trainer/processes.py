@@ -1,8 +1,9 @@
 """Several processes that share a run: how they start, what they compare and how they end.
 
 jax finds the processes and watches over them: if one of them is gone, its coordination service ends
-all others within `Distributed.timeout`. A process that raises an error also writes it to the file
-`failures/<index>.txt` of the run folder; all others look there every second.
+all others within `Distributed.timeout`, and `trainer.run.lost` says which one it was. A process
+that raises an error also writes it to the file `failures/<index>.txt` of the run folder; all others
+look there every second.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -28,6 +30,7 @@ from trainer.errors import RunError
 from trainer.printable import say
 from trainer.run.commands import command
 from trainer.run.exit import describe, end_now
+from trainer.run.lost import named_losses
 
 SIMULATED_DEVICES = 8
 """Enough for StarTrail with C = 2 and sub-rings of two."""
@@ -37,6 +40,8 @@ LOOK_SECONDS = 1.0
 """Between two looks at the folder of failures."""
 MARGIN_SECONDS = 5.0
 SHOWN_FLAGS = 8
+OF_COLLECTIVE = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): ")
+"""The beginning of a ValueError that jax raises when a collective fails as it is dispatched."""
 
 
 @contextlib.contextmanager
@@ -59,19 +64,20 @@ def together(
     over = threading.Event()
     threading.Thread(target=_watch, args=[options, folder, known, over], daemon=True).start()
     has_joined = False
-    try:
-        _join(options)
-        has_joined = True
-        yield
-        # Waits for all others.
-        jax.distributed.shutdown()
-    except BaseException as error:
-        with contextlib.suppress(KeyboardInterrupt):
-            if has_joined and _may_be_of_another(error):
-                # jax, or `_watch`, ends this process meanwhile if another one failed before.
-                time.sleep(options.timeout + MARGIN_SECONDS)
-        over.set()
-        _fail(error, folder, options)
+    with named_losses(options.index):
+        try:
+            _join(options)
+            has_joined = True
+            yield
+            # Waits for all others.
+            jax.distributed.shutdown()
+        except BaseException as error:
+            with contextlib.suppress(KeyboardInterrupt):
+                if has_joined and _may_be_of_another(error):
+                    # jax, or `_watch`, ends this process meanwhile if another one failed before.
+                    time.sleep(options.timeout + MARGIN_SECONDS)
+            over.set()
+            _fail(error, folder, options)
     over.set()
 
 
@@ -210,6 +216,8 @@ def _may_be_of_another(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, jax.errors.JaxRuntimeError):
             return "RESOURCE_EXHAUSTED" not in str(cause)
+        if isinstance(cause, ValueError) and OF_COLLECTIVE.match(str(cause)):
+            return True
         cause = cause.__cause__ or cause.__context__
     return False
 

@@ -121,6 +121,11 @@ class Task(ABC, Generic[Config, Options]):
             ValueError: if the data do not fit the config.
         """
 
+    def inputs(self, config: Config) -> dict[str, Path | None]:
+        """The files and folders that `open_data` reads, by the names of their settings: without
+        them, the program ends before it looks for devices."""
+        return {}
+
     def initial_weights(
         self, config: Config, weights: Any
     ) -> AbstractContextManager[InitialWeights | None]:

@@ -20,6 +20,7 @@ from trainer import processes
 from trainer.config import Distributed
 from trainer.errors import RunError
 from trainer.processes import gather, require_same_flags, together
+from trainer.run import lost
 
 # How processes start.
 
@@ -130,6 +131,61 @@ def test_processes_that_cannot_start_say_why(tmp_path):
 
 # How processes fail.
 
+FATAL = "F1128 client.h:80] Terminating process because the JAX distributed service detected fatal "
+UNHEALTHY = "errors. UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n"
+TRACE = "*** Check failure stack trace: ***\n    @ 0x7f7501e40634  absl::SendToLog()\n"
+CRASHED = "The tasks have crashed. Check the task logs\n"
+BEAT = "errors. DEADLINE_EXCEEDED\n\nRPC: /xla.coordination.CoordinationService/Heartbeat\n"
+LEADER = "errors. UNAVAILABLE: Failed to send RPC to coordination service. Either the leader\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "shown", "last"),
+    [
+        (["W1128 careful\n", TRACE], 2, None),
+        (["a\n", FATAL + UNHEALTHY, "1\n", CRASHED, TRACE], 1, "process 1 was lost"),
+        ([FATAL, UNHEALTHY + "12\n3\n" + CRASHED + TRACE], 0, "processes 3, 12 were lost"),
+        ([UNHEALTHY + "2, 5\n" + CRASHED, FATAL + "errors.\n" + TRACE], 1, "processes 2, 5 were"),
+        (
+            [UNHEALTHY + "/job:x/replica:0/task:4\n" + CRASHED, FATAL + "errors.\n", TRACE],
+            2,
+            "process 4 was",
+        ),
+        (["a\n", "b\n", FATAL + LEADER, TRACE[:5], TRACE[5:], TRACE], 2, "process 0 was lost"),
+        ([FATAL + LEADER], 1, "process 0 was lost"),
+        ([FATAL + BEAT + TRACE], 0, "process 0 was lost"),
+        ([FATAL, UNHEALTHY + "1\n7\n" + CRASHED + TRACE], 0, "because it was suspended or cut off"),
+        ([FATAL + "errors.\n" + TRACE], 0, "another one was lost: see above"),
+    ],
+)
+def test_process_that_is_lost_is_named_in_the_last_line(parts, shown, last):
+    """In place of the stack trace of jax, with all else as it was."""
+    with subprocess.Popen(
+        [sys.executable, lost.__file__, "7"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdin is not None
+        assert program.stderr is not None
+        for part in parts:
+            program.stdin.write(part)
+            program.stdin.flush()
+            time.sleep(0.05)
+        program.stdin.close()
+        found = program.stderr.read()
+    for part in parts[:shown]:
+        assert found.startswith(part)
+        found = found.removeprefix(part)
+    if last is None:
+        assert found == ""
+    else:
+        assert "@ 0x" not in found
+        line = found.splitlines()[-1]
+        assert line.startswith("This process ends because ")
+        assert last in line
+
+
 FAILING = """
 import sys, time
 import jax
@@ -177,6 +233,8 @@ def test_memory_that_is_exhausted_is_no_failure_of_another_process():
             return outer
 
     assert processes._may_be_of_another(wrapped("UNKNOWN: connection closed by peer"))
+    reset = ValueError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer")
+    assert processes._may_be_of_another(reset)
     assert not processes._may_be_of_another(wrapped("RESOURCE_EXHAUSTED: out of memory"))
     assert not processes._may_be_of_another(ValueError("of this process"))
 
@@ -255,14 +313,15 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
 
 @pytest.mark.slow
 def test_failures_end_all_processes_and_training_goes_on(tmp_path, capsys):
-    names = ["process 0 killed", "wrong data", "disk full", "worker stopped"]
+    names = ["process 0 killed", "wrong data", "disk full", "worker stopped", "worker killed"]
     by_name = {case.name: case for case in failures.CASES}
     cases = [by_name[name] for name in [*names, "SIGTERM to a worker"]]
     outcomes = failures.fail(cases, count=2, folder=tmp_path, timeout=8)
     assert [outcome.case for outcome in outcomes] == cases
     assert all(outcome.seconds < failures.END_SECONDS for outcome in outcomes)
     # jax aborts a process, with a signal, unless that has seen the failure by itself before.
-    killed, *failed, stopped = [outcome.statuses for outcome in outcomes]
+    killed, *failed, worker_killed, stopped = [outcome.statuses for outcome in outcomes]
+    assert worker_killed == (-6, -9)
     assert killed == (-9, -6)
     assert failed[:2] == [(1, 1), (1, 1)]
     assert 0 not in failed[2]

@@ -390,6 +390,8 @@ def test_folders_that_are_no_run(tmp_path, run_dir):
     missing = message_of(tmp_path / "no", "--prompt", "a")
     assert "must be the folder of a run, with its config.json; got" in missing
     assert "no such folder. Use the --run-dir of train.py" in missing
+    near = message_of(f"{run_dir}s", "--prompt", "a")
+    assert f"no such folder. Did you mean '{run_dir}'?" in near
     assert "a folder without one" in message_of(tmp_path, "--prompt", "a")
     save_config(make_config(tmp_path), tmp_path / "config.json")
     assert "There must be a checkpoint to read; got none" in message_of(tmp_path, "--prompt", "a")

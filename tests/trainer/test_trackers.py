@@ -16,7 +16,7 @@ from trainer.config import MlflowConfig, WandbConfig
 from trainer.errors import MissingPackageError, RunError
 from trainer.run.metrics import Reporter
 from trainer.run.settings import result_flags
-from trainer.run.trackers import open_trackers
+from trainer.run.trackers import open_trackers, require_packages
 
 needs = {
     name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
@@ -169,8 +169,16 @@ def test_tracker_hears_how_a_run_ends(failure, ends, tmp_path):
 def test_package_that_is_missing_is_named(package, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
     configs = {"wandb": WandbConfig(project="p"), "mlflow": MlflowConfig(experiment="e")}
+    config = make_config(**{package: configs[package]})
     with refused(MissingPackageError, f"--{package}.", f"[{package}]"):
-        list(open_trackers(make_config(**{package: configs[package]}), tmp_path))
+        require_packages(config)
+    # A folder without code, such as what W&B leaves beside a run, is no package.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace(origin=None))
+    with refused(MissingPackageError, f"--{package}.", f"[{package}]"):
+        require_packages(config)
+    require_packages(make_config())
+    with refused(MissingPackageError, f"--{package}.", f"[{package}]"):
+        list(open_trackers(config, tmp_path))
 
 
 @pytest.mark.parametrize("experiment", ["e", None])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ import pytest
 import train
 from programs import TINY, interrupt_after, logged_steps, records_of, saved_steps, shared_programs
 from refusals import usage_error
+from tests.faults.run_folders import REPOSITORY
 from trainer import loop
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.data.order import TrainingBatches
@@ -209,6 +211,48 @@ def test_empty_config_lets_no_other_settings_in(trained, tmp_path):
     assert not (tmp_path / "run/config.json").exists()
 
 
+AT_ONCE = """
+import sys
+import train
+sys.modules |= dict.fromkeys(("wandb", "mlflow"))  # As if they were not installed.
+wanted = train.read_command_line(sys.argv[1:])
+try:
+    train.train(wanted.settings)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+print("jax" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--data.path docz",
+            r"InputError: data.path must exist; got 'docz'. Did you mean 'docs'\?$",
+        ),
+        ("--data.path a/b/c", r"InputError: data.path must exist; got 'a/b/c'. Correct the path."),
+        (
+            "--data.validation-path docs/atention.md",
+            r"data.validation_path must exist; got .* Did you mean 'docs/attention.md'\?$",
+        ),
+        (
+            "dit_video --data.path READMEE.md --size 1 8 8",
+            r"data.path must exist; got 'READMEE.md'. Did you mean 'README.md'\?$",
+        ),
+        ("--wandb.project p", r"MissingPackageError: --wandb.project p must have .*\[wandb\]"),
+        ("--mlflow.experiment e", r"MissingPackageError: --mlflow.experiment e .*\[mlflow\]"),
+    ],
+)
+def test_what_is_missing_is_found_before_jax_is_imported(flags, message, tmp_path):
+    command = [sys.executable, "-c", AT_ONCE, *flags.split(), "--run-dir", str(tmp_path / "run")]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    *lines, has_jax = found.stdout.strip().splitlines()
+    assert_matches(" ".join(lines), message)
+    assert has_jax == "False"
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_on_other_data_is_refused(trained, tmp_path):
     """As many tokens, one of which differs."""
     shutil.copytree(trained / "run", tmp_path / "run")
@@ -232,6 +276,11 @@ def test_run_on_other_data_is_refused(trained, tmp_path):
         ("--optimizer.learning-rat 1", r"Unrecog.*Perhaps you meant:.* --optimizer.learning-rate "),
         ("--mesh.taem 2", r"Unrecognized options: --mesh.taem.*Perhaps you meant: --mesh.team "),
         ("--resolution 8", r"Unrecognized options: --resolution"),
+        ("--data docs", r"no flag --data\. Did you mean --data.path\? .* --help"),
+        ("--seed 3 --data=docs", r"no flag --data\. Did you mean --data.path\? "),
+        ("--lora 8", r"no flag --lora\. Did you mean --lora.rank\? "),
+        ("dit_digits --lora 8", r"Unrecognized options: --lora, 8"),
+        ("--wandb me", r"no flag --wandb\. Did you mean --wandb.project\? "),
         ("--zero 4", r"invalid choice '4' for argument '--zero'. Expected one of \('0', '1', "),
         ("--steps many", r"Error parsing --steps: .*'many'"),
         ("gpt_tny --steps 3", r"got 'gpt_tny'. Did you mean gpt_tiny\? Recipes: .*llama3_8b"),

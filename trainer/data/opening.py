@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from startrail_jax.errors import InputError
+from trainer.places import way_to
 
 Entry = TypeVar("Entry")
 
@@ -29,9 +30,11 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         other = "be readable", "Correct its permissions or the link to it, or leave it out."
         must, way_out = WAYS_OUT.get(type(error), other)
+        name = str(error.filename or path)
+        if isinstance(error, FileNotFoundError):
+            way_out = way_to(Path(name), way_out)
         raise InputError(
-            f"{str(error.filename or path)!r} must {must}; got {type(error).__name__}: "
-            f"{error.strerror or error}. {way_out}"
+            f"{name!r} must {must}; got {type(error).__name__}: {error.strerror or error}. {way_out}"
         ) from error
 
 

@@ -23,6 +23,9 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
 
         return Denoising(config)
 
+    def inputs(self, config: DiTTrainConfig) -> dict[str, Path | None]:
+        return {"data.path": config.data.path}
+
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
         from trainer.dit.batches import image_batch
         from trainer.dit.images import open_images

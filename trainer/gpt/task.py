@@ -68,6 +68,11 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
         return NextToken(config)
 
+    def inputs(self, config: GPTTrainConfig) -> dict[str, Path | None]:
+        # A run has a copy of some tokenizers.
+        names = ("path", "validation_path", "chat_template")
+        return {f"data.{name}": getattr(config.data, name) for name in names}
+
     def open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
         path, remark = config.data.tokenizer, ""
         if copy := kept_tokenizer(path, config, config.run_dir):

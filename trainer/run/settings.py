@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from startrail_jax.errors import InputError
 from trainer.config import TrainConfig
 from trainer.durable import replace_text
-from trainer.places import check_on_disk, text_of
+from trainer.places import check_on_disk, text_of, way_to
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -130,10 +130,12 @@ def config_of(run_dir: Path, name: str) -> Path:
     if path.is_file():
         return path
     check_on_disk(name, run_dir)
-    what = "a folder without one" if run_dir.is_dir() else "no such folder"
+    what, advice = "a folder without one", "Use the --run-dir of train.py."
+    if not run_dir.is_dir():
+        what, advice = "no such folder", way_to(run_dir, advice)
     raise InputError(
         f"{name} must be the folder of a run, with its {CONFIG_FILE}; got {text_of(run_dir)!r}, "
-        f"{what}. Use the --run-dir of train.py."
+        f"{what}. {advice}"
     )
 
 

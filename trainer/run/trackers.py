@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import secrets
@@ -47,26 +48,38 @@ def open_trackers(config: TrainConfig, folder: Path) -> Iterator[Tracker]:
     # Metrics may be public: where they go, which may hold names of hosts, is no setting to show.
     shown = settings_of(config, but=("wandb", "mlflow"))
     settings = {name: str(value) for name, value in shown.items()}
-    kinds: tuple[tuple[str, str | None, Any], ...] = (
-        ("wandb.project", config.wandb.project, WandbRun),
-        ("mlflow.experiment", config.mlflow.experiment, MlflowRun),
-    )
-    for flag, value, kind in kinds:
-        if value is None:
-            continue
+    kinds: dict[str, Any] = {"wandb": WandbRun, "mlflow": MlflowRun}
+    for package, flag, value in _wanted(config):
         try:
-            yield kind(config, folder, settings)
+            yield kinds[package](config, folder, settings)
         except ImportError as error:
-            extra = flag.partition(".")[0]
-            raise MissingPackageError(
-                f"--{flag} {value} must have its package; got none ({error}). Install the extra: "
-                f"pip install -e '.[{extra}]'. Or leave the flag out."
-            ) from error
+            raise _missing(package, flag, value, f"none ({error})") from error
         except Exception as error:
             raise RunError(
                 f"--{flag} {value} must name a place that takes metrics; got {short(error)}. Mend "
                 "that, or leave the flag out."
             ) from error
+
+
+def require_packages(config: TrainConfig) -> None:
+    """Raises unless the packages are installed of the programs that a config asks for."""
+    for package, flag, value in _wanted(config):
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # None: a folder without code.
+            raise _missing(package, flag, value, f"no package {package}")
+
+
+def _wanted(config: TrainConfig) -> list[tuple[str, str, str]]:
+    """Package, flag and value for each of the programs that a config asks for."""
+    flags = {"wandb.project": config.wandb.project, "mlflow.experiment": config.mlflow.experiment}
+    return [(x.partition(".")[0], x, value) for x, value in flags.items() if value is not None]
+
+
+def _missing(package: str, flag: str, value: str, got: str) -> MissingPackageError:
+    return MissingPackageError(
+        f"--{flag} {value} must have its package; got {got}. Install the extra: "
+        f"pip install -e '.[{package}]'. Or leave the flag out."
+    )
 
 
 class WandbRun:

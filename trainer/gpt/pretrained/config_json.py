@@ -7,9 +7,7 @@ supported here is refused, and so is a key that is not known, as it might change
 from __future__ import annotations
 
 import copy
-import difflib
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +34,7 @@ from trainer.gpt.pretrained.families import (
     pattern,
     plain,
 )
+from trainer.places import way_to
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -107,19 +106,17 @@ def read_description(folder: Path) -> Description:
     """What the config.json of a folder says."""
     path = folder / CONFIG
     if not path.is_file():
-        is_lost = folder.parent.is_dir() and not folder.exists()
-        beside = os.listdir(folder.parent) if is_lost else []
         advice = "Give the folder into which the model was downloaded."
         what = "a folder without one" if folder.is_dir() else "no such folder"
         if folder.is_file():
             what, advice = "a file", f"Give its folder, {str(folder.parent)!r}."
-        elif near := difflib.get_close_matches(folder.name, beside, n=1):
-            advice = f"Did you mean {str(folder.parent / near[0])!r}?"
-        elif not folder.exists() and _HUB_NAME.fullmatch(str(folder)):
-            advice = (
-                "A model of the Hugging Face Hub is downloaded first: "
-                f"hf download {folder} --local-dir {folder.name}"
-            )
+        elif not folder.exists():
+            if _HUB_NAME.fullmatch(str(folder)):
+                advice = (
+                    "A model of the Hugging Face Hub is downloaded first: "
+                    f"hf download {folder} --local-dir {folder.name}"
+                )
+            advice = way_to(folder, advice)
         raise InputError(
             f"init_from must be a folder with a Hugging Face {CONFIG}; got {str(folder)!r}, {what}."
             f" {advice}"
