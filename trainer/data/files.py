@@ -20,6 +20,7 @@ from startrail_jax.errors import InputError
 from trainer.data.opening import reading
 from trainer.data.tables import HELD_OUT, TRAIN, splits_of_tables
 from trainer.data.tables import KIND_OF_SUFFIX as TABLES
+from trainer.places import way_to
 
 # Folders of tests, of installed packages, and of tables that a program has generated. Many of those
 # tables are nearly equal, so training would see what is held out.
@@ -103,7 +104,7 @@ def find_files(path: Path, option: str) -> Files:
     """
     with reading(path):
         if not os.path.lexists(path):
-            raise InputError(f"{option} must exist; got {str(path)!r}. Correct the path.")
+            raise InputError(f"{option} must exist; got {str(path)!r}. {way_to(path)}")
         keys = [path.name] if not path.is_dir() else sorted(walk_files(path))
     if not keys:
         raise InputError(

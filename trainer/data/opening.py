@@ -34,7 +34,8 @@ def reading(path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError):
             way_out = way_to(Path(name), way_out)
         raise InputError(
-            f"{name!r} must {must}; got {type(error).__name__}: {error.strerror or error}. {way_out}"
+            f"{name!r} must {must}; got {type(error).__name__}: {error.strerror or error}. "
+            f"{way_out}"
         ) from error
 
 
