@@ -549,6 +549,71 @@ def test_what_a_record_says_is_used(source, record, expected, tmp_path, tokenize
         assert all(wanted in (None, text) for text, wanted in zip(found, expected, strict=True))
 
 
+SHAREGPT = [
+    {"from": "human", "value": "Two and two?"},
+    {"from": "gpt", "value": "Four ß ünd"},
+    {"from": "human", "value": "Sure?"},
+    {"from": "gpt", "value": "Yes."},
+]
+LOOKED = [
+    {"from": "human", "value": "Rain?"},
+    {"from": "function_call", "value": json.dumps({"name": "look", "arguments": {"a": 1}})},
+    {"from": "observation", "value": "4"},
+    {"from": "gpt", "value": "Yes.", "weight": 1},
+]
+CALLED_TOO = [
+    {"role": "user", "content": "Rain?"},
+    CALL | {"tool_calls": [{"function": {"name": "look", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "4"},
+    TALK[4],
+]
+ASK = [{"role": "user", "content": "Add.\n2 2"}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "options"),
+    [
+        ({"conversations": TALK}, TALK, {"messages": "conversations"}),
+        ({"conversations": SHAREGPT}, TALK[1:], {"messages": "conversations"}),
+        ({"conversations": json.dumps(SHAREGPT)}, TALK[1:], {"messages": "conversations"}),
+        ({"messages": SHAREGPT, "system": "Be brief."}, TALK, {}),
+        ({"chat": LOOKED, "tools": TOOLS}, CALLED_TOO, {"messages": "chat"}),
+        ({"instruction": "Add.", "input": "2 2", "output": "4"}, ASK, {}),
+        ({"instruction": "Add.\n2 2", "input": "", "output": "4"}, ASK, {}),
+        ({"instruction": "Two and two?", "output": "Four ß ünd", "system": "Be brief."},
+         TALK[:3], {}),
+    ],
+)  # fmt: skip
+def test_conversations_in_other_forms_have_the_same_tokens(
+    record, messages, options, tmp_path, tokenizer
+):
+    of_family(TEMPLATES["chatml"], tmp_path)
+    found = example_of(record, tmp_path, tokenizer, **options)
+    same = {"messages": messages} | ({"tools": TOOLS} if "tools" in record else {})
+    for x, y in zip(found, example_of(same, tmp_path, tokenizer), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "options"),
+    [
+        ({"conversations": SHAREGPT}, "of a conversation: --data.messages conversations", {}),
+        ({"a": TALK, "messages": TALK}, "must be one of a, system, tools", {"messages": "a"}),
+        ({"instruction": 3, "output": "4"}, "must be texts; got instruction=3", {}),
+        ({"instruction": "a", "output": "b", "topic": "c"}, "--data.ignored-keys topic", {}),
+        ({"messages": [*SHAREGPT[:1], {"from": "function_call", "value": "look"}]},
+         "must be JSON of a call", {}),
+        ({"messages": [*SHAREGPT[:3], {"from": "narrator", "value": "a"}, *SHAREGPT[1:2]]},
+         "the content of message 4 of role 'narrator'", {}),
+        ({"messages": SHAREGPT, "system": ["a"]}, "system must be a text", {}),
+    ],
+)  # fmt: skip
+def test_forms_that_are_not_understood_raise(record, words, options, tmp_path, tokenizer):
+    of_family(FAMILIES["qwen"], tmp_path)
+    with refused(InputError, words):
+        example_of(record, tmp_path, tokenizer, **options)
+
+
 def test_template_for_tools_is_taken_if_there_are_tools(tmp_path, tokenizer):
     named = [{"name": "default", "template": CHATML}]
     named += [{"name": "tool_use", "template": "{{ tools[0].function.name }}" + CHATML}]

@@ -442,6 +442,9 @@ class DataConfig:
     chat_template: Path | None = None
     """A file with the chat template, which turns conversations into text. The default is that of
     the tokenizer: chat_template.jinja beside it, or the one in tokenizer_config.json."""
+    messages: str = "messages"
+    """The key or column of conversations. Their messages have role and content, or from and value
+    as in ShareGPT."""
     ignored_keys: tuple[str, ...] = ()
     """Keys of conversations and completions, or columns, with nothing to learn, such as "id". Any
     other unused key or column is an error."""

@@ -149,6 +149,7 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
         "text_key": kinds.isdisjoint(RECORD_KINDS) or config.loss_on == "completion",
         "chat_template": config.loss_on == "all" or config.tokenizer is None,
         "ignored_keys": config.loss_on == "all",
+        "messages": config.loss_on == "all",
         # Of tokens, it only tells that the token which ends documents begins them too.
         "begin_of_document": config.begin_of_document != config.end_of_document
         if kinds <= set(TOKEN_KINDS)

@@ -155,7 +155,7 @@ def _encode_examples(
     text: Text, template: ChatTemplate | None, cache: Path | None
 ) -> tuple[list[EncodedExamples], str, Ends]:
     """The examples to train on and those held out, a hash of the former, and how answers end."""
-    key = _hash([FORMAT, text.key], template)[:32]
+    key = _hash([FORMAT, text.key, text.config.messages], template)[:32]
     with filled_folder(cache, key, lambda x: _write(text, template, x)) as (folder, sums):
         parts = [
             EncodedExamples(**{x: map_tokens(folder / f"{part}.{x}.npy", "") for x in VECTORS})
@@ -217,12 +217,17 @@ def _assign(
     """Every example, and its part."""
     train, held_out = PARTS
     most = -1.0 if text.validation is not None else _largest_share(text, template)
-    ignored = text.config.ignored_keys
-    for example in read_examples(text.files, template, ignored, on_read):
+    options = {"on_read": on_read, **_forms(text.config)}
+    for example in read_examples(text.files, template, **options):
         yield held_out if share_of_key(example.key) <= most else train, example
     if text.validation is not None:
-        for example in read_examples(text.validation, template, ignored, on_read):
+        for example in read_examples(text.validation, template, **options):
             yield held_out, example
+
+
+def _forms(config: DataConfig) -> dict[str, Any]:
+    """What `read_examples` must know of the form of records."""
+    return {"ignored": config.ignored_keys, "messages": config.messages}
 
 
 def _largest_share(text: Text, template: ChatTemplate | None) -> float:
@@ -230,7 +235,7 @@ def _largest_share(text: Text, template: ChatTemplate | None) -> float:
     examples to one part, one example is held out."""
     shares, found = [], set()
     largest = math.nextafter(text.config.validation_fraction, 0)
-    for example in read_examples(text.files, template, text.config.ignored_keys):
+    for example in read_examples(text.files, template, **_forms(text.config)):
         shares.append(share_of_key(example.key))
         found.add(shares[-1] <= largest)
         if len(found) == 2:  # Of many examples, the first few are enough to know it.

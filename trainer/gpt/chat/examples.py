@@ -12,6 +12,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document, Record, check_unicode, read_records
 from trainer.data.files import Files
+from trainer.gpt.chat.forms import ALPACA, is_alpaca, of_alpaca, of_sharegpt
 from trainer.gpt.chat.template import (
     CONFIG_FILE,
     RESERVED,
@@ -21,13 +22,26 @@ from trainer.gpt.chat.template import (
     Messages,
 )
 
-VARIABLES = {"messages": list, "tools": list, "documents": list, "chat_template_kwargs": dict}
-"""What a record of a conversation may hold."""
+MESSAGES = "messages"
+OTHERS = ("system", "tools", "documents", "chat_template_kwargs")
+"""What a record of a conversation may hold beside its messages."""
+KINDS: dict[str, type] = {
+    **{MESSAGES: list, "system": str, "tools": list, "documents": list},
+    "chat_template_kwargs": dict,
+}
+NAMES_OF_KINDS = {
+    list: "a list of JSON, or a text that holds one",
+    dict: "an object of JSON, or a text that holds one",
+    str: "a text",
+}
 COMPLETION = ("prompt", "completion")
 """What any other record holds."""
 WEIGHTS = ("train", "weight")
 """Keys of a message that say whether it counts."""
-FORMS = '{"messages": [...]} or {"prompt": "...", "completion": "..."}'
+FORMS = (
+    '{"messages": [...]}, {"prompt": "...", "completion": "..."} or '
+    '{"instruction": "...", "input": "...", "output": "..."}'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +57,28 @@ def read_examples(
     template: ChatTemplate | None,
     ignored: Collection[str] = (),
     on_read: Callable[[int], None] = lambda size: None,
+    *,
+    messages: str = "messages",
 ) -> Iterator[ChatExample]:
     """The examples of JSONL files or tables, in order, as documents of which some parts count.
-    `on_read` is told of every number of bytes of the files that are read."""
+    `on_read` is told of every number of bytes of the files that are read, and `messages` is the key
+    of a conversation."""
     for record in read_records(files, on_read, without=ignored):
         fields = {key: x for key, x in record.fields.items() if x is not None}
         if files.kind == "table":
             # Its columns give all objects the same keys.
             fields = _without_nulls(fields)
         example = replace(record, fields=fields)
-        if "messages" in fields:
-            _check_keys(example, VARIABLES)
-            yield _conversation(example, template)
+        if messages in fields:
+            _check_keys(example, [messages, *OTHERS])
+            renamed = {MESSAGES if key == messages else key: x for key, x in fields.items()}
+            yield _conversation(replace(example, fields=renamed), template)
+        elif is_alpaca(fields):
+            _check_keys(example, ALPACA)
+            said = {MESSAGES: of_alpaca(fields, example.place)}
+            yield _conversation(replace(example, fields=said), template)
         else:
-            found = _completion(example)
+            found = _completion(example, messages)
             _check_keys(example, COMPLETION)
             yield found
 
@@ -70,13 +92,20 @@ def _check_keys(record: Record, known: Collection[str]) -> None:
         )
 
 
-def _completion(record: Record) -> ChatExample:
+def _completion(record: Record, messages: str) -> ChatExample:
     prompt, completion = (record.fields.get(name) for name in COMPLETION)
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         given = {name: type(value).__name__ for name, value in record.fields.items()}
+        lists = [name for name, x in record.fields.items() if isinstance(x, list) and x]
+        talks = [name for name in lists if isinstance(record.fields[name][0], dict)]
+        way_out = "Rename the keys"
+        if talks:
+            way_out = (
+                f"If {talks[0]} holds the messages of a conversation: --data.messages {talks[0]}"
+            )
         raise InputError(
             f"With data.loss_on='completion' every record must be {FORMS}; got {given} in "
-            f"{record.place!r}. Rename the keys, or write a conversation under 'messages'."
+            f"{record.place!r}, without the key {messages!r}. {way_out}."
         )
     text = prompt + completion
     check_unicode(text, record.place)
@@ -97,7 +126,9 @@ def _conversation(record: Record, template: ChatTemplate | None) -> ChatExample:
             "it, or the template (--data.chat-template); or write prompt and completion."
         )
     fields = {key: _parsed(key, x, record) for key, x in record.fields.items()}
-    messages = _checked(fields.pop("messages"), record.place)
+    messages = _checked(of_sharegpt(fields.pop(MESSAGES), record.place), record.place)
+    if system := fields.pop("system", None):
+        messages = [{"role": "system", "content": system}, *messages]
     options = fields.pop("chat_template_kwargs", {})
     if reserved := sorted(RESERVED & options.keys()):
         raise InputError(
@@ -158,16 +189,16 @@ def _checked(messages: Any, place: str) -> Messages:
 
 def _parsed(key: str, value: Any, record: Record) -> Any:
     """The value of a key, which tables may hold as a text of JSON."""
-    kind, found = VARIABLES[key], value
-    if isinstance(value, str):
+    kind, found = KINDS[key], value
+    if isinstance(value, str) and kind is not str:
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):
             found = None
     if not isinstance(found, kind):
         raise InputError(
-            f"{key} must be {'a list' if kind is list else 'an object'} of JSON, or a text that "
-            f"holds one; got {_shortened(value)} in {record.place!r}. Mend or remove the line."
+            f"{key} must be {NAMES_OF_KINDS[kind]}; got {_shortened(value)} in {record.place!r}. "
+            "Mend or remove the line."
         )
     return found
 

@@ -1,0 +1,80 @@
+"""Forms in which files hold conversations, as messages with role and content.
+
+References:
+    ShareGPT: objects with `from` and `value`, as https://github.com/lm-sys/FastChat reads them;
+    Alpaca: `instruction`, `input` and `output`, https://github.com/tatsu-lab/stanford_alpaca.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from startrail_jax.errors import InputError
+
+ALPACA = ("instruction", "input", "output", "system")
+"""What a record of an instruction may hold; the first and the third are needed."""
+SHAREGPT = ("from", "value")
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+"""Who speaks in ShareGPT -> role of the message."""
+CALL = "function_call"
+"""Who speaks there if the assistant calls functions: the value is JSON with their arguments."""
+
+
+def is_alpaca(fields: Mapping[str, Any]) -> bool:
+    """Whether a record is an instruction with its output."""
+    return {"instruction", "output"} <= fields.keys()
+
+
+def of_alpaca(fields: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """The messages of an instruction; its input stands in a line below it."""
+    texts = {name: fields.get(name) or "" for name in ALPACA}
+    wrong = [name for name, text in texts.items() if not isinstance(text, str)]
+    if wrong:
+        raise InputError(
+            f"{', '.join(ALPACA)} of a record must be texts; got {wrong[0]}="
+            f"{texts[wrong[0]]!r} in {place!r}. Mend or remove the line."
+        )
+    system, asked = texts["system"], [texts["instruction"], texts["input"]]
+    return [
+        *([{"role": "system", "content": system}] if system else []),
+        {"role": "user", "content": "\n".join(filter(None, asked))},
+        {"role": "assistant", "content": texts["output"]},
+    ]
+
+
+def of_sharegpt(messages: Any, place: str) -> Any:
+    """The messages of a conversation in the form of ShareGPT; all others as they are."""
+    is_list = isinstance(messages, list) and all(isinstance(x, dict) for x in messages)
+    if not is_list or not all({*SHAREGPT} <= x.keys() and "role" not in x for x in messages):
+        return messages
+    return [_message(x, place) for x in messages]
+
+
+def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    speaker, value = (given[name] for name in SHAREGPT)
+    others = {name: x for name, x in given.items() if name not in SHAREGPT}
+    if speaker == CALL:
+        return {"role": "assistant", "tool_calls": _calls(value, place), **others}
+    # Of another speaker, the chat template may know what to do.
+    return {"role": ROLES.get(speaker, speaker), "content": value, **others}
+
+
+def _calls(value: Any, place: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not all(isinstance(x, dict) and isinstance(x.get("name"), str) for x in calls):
+        raise InputError(
+            f"The value of a {CALL} must be JSON of a call, {{'name': ..., 'arguments': ...}}, or "
+            f"of a list of calls; got {value!r} in {place!r}. Mend or remove the line."
+        )
+    return [{"type": "function", "function": call} for call in calls]
