@@ -14,6 +14,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 import startrail_jax as st
+from startrail_jax.errors import UserError
 
 
 def rotate(x, positions):
@@ -60,8 +61,10 @@ class GPT(nnx.Module):
 
 
 def batches(folder, seq_len, batch_size):
-    """Documents of bytes, packed in rows: batch i is the same in every run."""
-    texts = [x.read_bytes() + b"\0" for x in sorted(folder.glob("[!.]*")) if x.is_file()]
+    """Files below a folder as bytes, packed in rows: batch i is the same in every run."""
+    names = sorted(x.relative_to(folder) for x in folder.rglob("*") if x.is_file())
+    shown = (x for x in names if not any(part.startswith((".", "__")) for part in x.parts))
+    texts = [(folder / x).read_bytes() + b"\0" for x in shown]
     stream = np.frombuffer(b"".join(texts), np.uint8).astype(np.int32)
     document = np.repeat(np.arange(len(texts), dtype=np.int32), [len(text) for text in texts])
     start = np.flatnonzero(np.diff(document, prepend=-1))[document]
@@ -84,7 +87,7 @@ def batches(folder, seq_len, batch_size):
 def main(arguments=None):
     parser = argparse.ArgumentParser()
     defaults = dict(steps=300, batch_size=4, seq_len=1024, c=1, head=1, save_every=100)
-    defaults |= dict(data=Path(argparse.__file__).parent, run_dir=Path("runs/train_gpt"))
+    defaults |= dict(data=Path(st.__file__).parent, run_dir=Path("runs/train_gpt"))
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag")
@@ -117,4 +120,7 @@ def main(arguments=None):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)  # For machines without GPUs.
-    main()
+    try:
+        main()
+    except (UserError, OSError) as error:
+        raise SystemExit(str(error)) from None

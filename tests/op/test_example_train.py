@@ -2,6 +2,8 @@
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -36,7 +38,7 @@ def texts(tmp_path):
 
 def test_example_is_short_and_needs_the_wheel_alone():
     lines = FILE.read_text().splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 126
     for program in ("trainer", "models", "configs"):
         assert not [x for x in lines if x.startswith((f"import {program}", f"from {program}"))]
 
@@ -101,9 +103,24 @@ def test_documents_are_all_files_of_a_folder_and_too_few_are_an_error(example, t
     with pytest.raises(SystemExit, match=r"at least 513 bytes.*got 0"):
         example.batches(tmp_path, 256, 2)
     (tmp_path / "a.txt").write_bytes(b"a" * 400)
-    (tmp_path / "b.md").write_bytes(b"b" * 200)
+    for hidden in (".git", "__pycache__"):
+        (tmp_path / "sub" / hidden).mkdir(parents=True)
+        (tmp_path / "sub" / hidden / "c").write_bytes(b"c" * 200)
+    (tmp_path / "sub" / "b.md").write_bytes(b"b" * 200)
     tokens, _, positions, ids, weights = example.batches(tmp_path, 256, 2)(0)
     assert set(tokens.flat) == {0, *b"ab"}
     assert positions.max() == 255
     assert ids.max() == 1
     assert weights.sum() == 2 * 256 - 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [("--c 3", "c=3"), ("--data nowhere", "nowhere must hold at least"), ("--head 7", "7")],
+)
+def test_mistakes_of_a_user_have_no_traceback(flags, words, tmp_path):
+    command = [sys.executable, FILE, "--run-dir", tmp_path, *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert words in done.stderr
