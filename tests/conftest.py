@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import compile_cache
+
 PACKAGES = ("startrail_jax", "models", "trainer")
 SIMULATED_DEVICES = 64
 # The only reasons to skip: large packages, which steps of `.ci/run` install.
@@ -81,7 +83,8 @@ def heed_ctrl_c():
 
 
 def compile_quickly(config):
-    """Sets up XLA here and in the programs that tests start; each process has its own cache."""
+    """Sets up XLA here and in the programs that tests start; each process has its own cache, which
+    begins with what earlier runs have compiled."""
     import jax
 
     # Tests run a compiled program once or twice, and most of their time goes into LLVM. These flags
@@ -94,6 +97,8 @@ def compile_quickly(config):
     os.environ["XLA_FLAGS"] = " ".join([x for x in quick if x not in flags] + flags)
     compiled = tempfile.TemporaryDirectory(prefix="compiled")
     config.add_cleanup(compiled.cleanup)
+    compile_cache.fill(Path(compiled.name))
+    config.add_cleanup(lambda: compile_cache.keep(Path(compiled.name)))
     settings = {
         "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": compiled.name,
