@@ -130,7 +130,7 @@ def test_completions_begin_with_it_and_conversations_as_their_template_says(toke
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
     said = {"messages": [{"role": "user", "content": "ask"}, ANSWER]}
-    config = data_of(tokenizer, ASKED, said, loss_on="completion", begin_of_document=BEGIN)
+    config = data_of(tokenizer, ASKED, said, loss="answers", begin_of_document=BEGIN)
     with pytest.warns(UserWarning, match=r"2 of 4 examples do not begin with '<s>', as prompts of"):
         row = opened(config).train[0]
     first, second = (row.tokens[row.examples == i] for i in range(2))
@@ -155,7 +155,7 @@ def test_token_that_no_conversation_gets_raises_if_it_was_asked_for(asked, tmp_p
         "flag": refused(InputError, "data.begin_of_document must"),
     }
     with outcome[asked]:
-        opened(data_of(tokenizer, said, loss_on="completion", begin_of_document=BEGIN))
+        opened(data_of(tokenizer, said, loss="answers", begin_of_document=BEGIN))
 
 
 def test_prompt_begins_as_documents_do(tokenizer, tmp_path, capsys):
@@ -237,7 +237,7 @@ def ended(config, **flags):
 def completions(tokenizer, tmp_path):
     """The config of a run on completions, with a model that stops at another token than </s>."""
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_start|>"}')
-    data = dataclasses.replace(data_of(tokenizer, ASKED, loss_on="completion"), tokenizer=None)
+    data = dataclasses.replace(data_of(tokenizer, ASKED, loss="answers"), tokenizer=None)
     options = {"init_from": tmp_path, "run_dir": tmp_path / "run", "data": data}
     return dataclasses.replace(gpt_tiny(), **options)
 
@@ -250,7 +250,7 @@ def test_completions_end_where_the_model_stops(completions, tokenizer, tmp_path)
     assert found.description.endswith("; completions end with '<|im_start|>', id 2")
     # What the user says comes first, and text that is no completion ends as before.
     assert ended(completions, init_from="", data__end_of_document="None") is None
-    text = dataclasses.replace(completions.data, loss_on="all")
+    text = dataclasses.replace(completions.data, loss=None)
     assert ended(dataclasses.replace(completions, data=text), init_from="") is None
     # Without a tokenizer tokens are bytes, and the model says where it ends.
     tokenizer.unlink()
@@ -267,21 +267,21 @@ def test_config_of_a_run_says_how_completions_end(completions, tokenizer):
     assert ended(of_run) is None
     assert ended(of_run, init_from="") is None
     # That of an import says nothing of completions.
-    assert ended(of_run, data__loss_on="completion") == OTHER
+    assert ended(of_run, data__loss="answers") == OTHER
     given = dataclasses.replace(of_run, data=dataclasses.replace(data, end_of_document=END))
-    assert ended(given, data__loss_on="completion") == END
+    assert ended(given, data__loss="answers") == END
     assert ended(given, data__tokenizer=str(tokenizer)) == OTHER
 
 
 def test_model_of_another_folder_takes_no_end_of_completions(tmp_path, monkeypatch):
     described = SimpleNamespace(model=gpt_tiny().model)
     monkeypatch.setattr(defaults, "read_description", lambda folder: described)
-    for loss_on, folder, expected in (
-        ("completion", "other", None),
-        ("completion", "same", END),
-        ("all", "other", END),  # Of files of tokens.
+    for loss, folder, expected in (
+        ("answers", "other", None),
+        ("answers", "same", END),
+        (None, "other", END),  # Of files of tokens.
     ):
-        data = DataConfig(loss_on=loss_on, end_of_document=END)
+        data = DataConfig(loss=loss, end_of_document=END)
         config = dataclasses.replace(gpt_tiny(), init_from=tmp_path / "same", data=data)
         assert with_model_of(tmp_path / folder, config).data.end_of_document == expected
 

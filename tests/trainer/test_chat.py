@@ -17,6 +17,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.chat.corpus import open_examples
+from trainer.gpt.chat.forms import has_examples
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig, TextOptions
@@ -77,7 +78,7 @@ def opened(config, seq_len=32, vocab_size=256):
 
 
 def of_completions(path, **changes):
-    return DataConfig(path=path, loss_on="completion", validation_fraction=0.2, **changes)
+    return DataConfig(**dict(path=path, loss="answers", validation_fraction=0.2) | changes)
 
 
 def template(source, **tokens):
@@ -169,7 +170,7 @@ def test_only_completions_count(tmp_path):
     assert len(data.train._part.ends) + len(data.held_out._part.ends) == 30
     # Of few examples one is held out.
     for count in (2, 3, 5):
-        few = DataConfig(path=completions(tmp_path / "few.jsonl", count), loss_on="completion")
+        few = DataConfig(path=completions(tmp_path / "few.jsonl", count), loss="answers")
         description = opened(few).corpus.description
         assert f"{count - 1} examples" in description
         assert "1 examples" in description.split("to train on")[1]
@@ -220,6 +221,44 @@ def test_samples_stop_where_answers_end(tmp_path, tokenizer):
     data = opened(config.data, seq_len=200)
     assert data.corpus.stops == ()
     assert "end with a text that is no single token, at which" in data.description
+
+
+def test_loss_counts_answers_the_last_one_or_all(tmp_path, tokenizer):
+    model = of_family(CHATML, tmp_path)
+    expected = {"answers": [FIRST, SECOND], "last": [SECOND]}
+    for loss, answers in expected.items():
+        found = example_of({"messages": TALK}, tmp_path, tokenizer, loss=loss)
+        assert counted_text(*found, model) == answers
+    tokens, counted = example_of({"messages": TALK}, tmp_path, tokenizer, loss="all")
+    assert counted.all()
+    assert tokens.tolist() == model.apply_chat_template(TALK)["input_ids"]
+    record = {"prompt": "a", "completion": "bc"}
+    for loss, count in (("answers", 3), ("last", 3), ("all", 4)):
+        assert example_of(record, tmp_path, tokenizer, loss=loss)[1].sum() == count
+    with refused(InputError, "weight=0 for the last one"):
+        silent = {"messages": [*TALK[:4], TALK[4] | {"weight": 0}]}
+        example_of(silent, tmp_path, tokenizer, loss="last")
+
+
+def test_loss_on_all_tokens_finds_out_what_the_data_are(tmp_path, tokenizer):
+    of_family(CHATML, tmp_path)
+    talks = write(tmp_path / "talks.jsonl", *[{"messages": TALK}] * 9)
+    texts = write(tmp_path / "texts.jsonl", *[{"text": "a b" * 9}] * 9)
+    for path, loss, expected in (
+        *((talks, loss, True) for loss in ("answers", "last", "all")),
+        *((texts, "all", False), (texts, None, False), (talks, None, False), (None, "all", False)),
+    ):
+        assert has_examples(DataConfig(path=path, loss=loss)) == expected
+    config = dataclasses.replace(gpt_tiny(), seq_len=16, sample_length=0)
+    data = DataConfig(path=talks, tokenizer=tokenizer, loss="all")
+    run = dict(run_dir=tmp_path / "run", seq_len=160)
+    opened = GPTTask().open_data(dataclasses.replace(config, data=data, **run), NATURAL)
+    assert "of them counted" in opened.description
+    for path in (texts, None):
+        data = DataConfig(path=path, loss="all")
+        assert "counted" not in GPTTask().open_data(
+            dataclasses.replace(config, data=data), NATURAL
+        ).description  # fmt: skip
 
 
 def test_token_across_the_border_counts(tmp_path):
@@ -303,10 +342,10 @@ def test_options_and_files_that_do_not_fit_raise(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("a" * 99)
     path = completions(tmp_path / "data.jsonl", 30)
-    one = DataConfig(path=completions(tmp_path / "one.jsonl", 1), loss_on="completion")
+    one = DataConfig(path=completions(tmp_path / "one.jsonl", 1), loss="answers")
     for config, seq_len, named in (
         (of_completions(text), 32, "the data must"),
-        (of_completions(path, text_key="prompt"), 32, "loss_on='completion'"),
+        (of_completions(path, text_key="prompt"), 32, "loss='answers'"),
         (of_completions(path, chat_template=text), 32, "data.chat_template must"),
         (one, 32, "data.validation_fraction must"),
         (of_completions(path), 3, "seq_len=3"),
@@ -703,7 +742,7 @@ def test_ignored_keys_are_left_out(tmp_path, tokenizer):
     tokens, _ = example_of(record, tmp_path, tokenizer, ignored_keys=("id", "prompt"))
     expected, _ = example_of({"messages": TALK}, tmp_path, tokenizer)
     np.testing.assert_array_equal(tokens, expected)
-    with refused(InputError, "data.ignored_keys must be left out", loss_on="all"):
+    with refused(InputError, "data.ignored_keys must be left out", loss=None):
         open_corpus(
             DataConfig(path=write(tmp_path / "c.jsonl"), ignored_keys=("id",)), vocab_size=256
         )

@@ -119,7 +119,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(6)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_mesh_gives_the_losses_of_one_device(name, initial_state, one_device, monkeypatch):
     fake_jla.install(monkeypatch)
@@ -197,6 +197,17 @@ def test_memory_counts_what_layers_save(remat, degrees):
     assert formula == turns * sum(x.size * x.dtype.itemsize for x in arrays)
 
 
+def test_loads_of_experts_are_no_gradients_of_the_loss():
+    program = make_program(st.Degrees())
+    gradients = program.state_shapes.weights
+    of_loss = jax.tree.leaves(program.objective.gradients_of_loss(gradients))
+    biases = [x for path, x in jax.tree_util.tree_leaves_with_path(gradients)
+              if "choice_bias" in jax.tree_util.keystr(path)]  # fmt: skip
+    assert len(biases) == 1
+    assert len(of_loss) == len(jax.tree.leaves(gradients)) - 1
+
+
+@pytest.mark.slow
 def test_loads_of_experts_are_no_part_of_the_norm_of_gradients():
     norms = []
     for rate in (0.0, 0.5):

@@ -118,6 +118,16 @@ def test_settings_of_an_older_file_take_their_defaults(config, tmp_path):
     assert load_config(GPTTrainConfig, path) == config
 
 
+@pytest.mark.parametrize(("former", "loss"), [("all", None), ("completion", "answers")])
+def test_loss_of_an_older_file_has_another_name(config, tmp_path, former, loss):
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    values = json.loads(path.read_text())
+    change(values, {"data": {"loss": None, "loss_on": former}})
+    path.write_text(json.dumps(values))
+    assert load_config(GPTTrainConfig, path).data == replace(config.data, loss=loss)
+
+
 @pytest.mark.parametrize(
     ("peak", "final", "share"), [(3e-4, 3e-5, 0.1), (2e-6, 1e-5, 5), (1, 0, None)]
 )

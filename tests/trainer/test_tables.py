@@ -84,7 +84,7 @@ def test_conversations_in_rows_are_those_in_lines(form, tmp_path):
         held_out = write(tmp_path / f"val.{ENDINGS[x]}", CHATS[:2], x)
         path = write(tmp_path / f"chats.{ENDINGS[x]}", CHATS, x)
         config = DataConfig(
-            path=path, validation_path=held_out, tokenizer=tokenizer, loss_on="completion"
+            path=path, validation_path=held_out, tokenizer=tokenizer, loss="answers"
         )
         data = open_examples(
             config, Layout("contiguous", 1), vocab_size=256, seq_len=200, cache=tmp_path / "cache"

@@ -80,7 +80,7 @@ def read_documents(
                 raise InputError(
                     f"Every record must have text under the key {text_key!r}; got {got} in "
                     f"{record.place!r}. Mend or remove it, or name the key: --data.text-key. "
-                    "Conversations, or prompts and completions, need --data.loss-on completion."
+                    "Conversations, or prompts and completions, need --data.loss answers."
                 )
             check_unicode(text, record.place)
             yield Document(key=record.key, place=record.place, text=text)

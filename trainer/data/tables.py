@@ -45,7 +45,7 @@ def read_rows(
                 f"A table must have a column with text or conversations; got the columns "
                 f"{rows.column_names} in {str(path)!r}, and none of {sorted(columns)}. Name the "
                 "column that holds the text: --data.text-key. Conversations, or prompts and "
-                "completions, need --data.loss-on completion."
+                "completions, need --data.loss answers."
             )
         names = [name for name in names if name not in without]
         for number, row in enumerate(rows.select_columns(names), start=1):

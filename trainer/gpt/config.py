@@ -435,10 +435,11 @@ class DataConfig:
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"
     """The key or column under which a line of a *.jsonl file or a row holds its text."""
-    loss_on: Literal["all", "completion"] = "all"
-    """The tokens that the loss counts: "all", or "completion" for only the completions or the
-    assistant's text. "completion" needs *.jsonl files or tables of conversations or of prompts and
-    completions, and keeps examples whole."""
+    loss: Literal["all", "answers", "last"] | None = None
+    """The tokens that the loss counts. Conversations, and prompts with completions, need one of
+    these: "answers" for what the assistant says and for completions, "last" for the last answer of
+    a conversation alone, or "all". They are kept whole, in *.jsonl files or tables. Of text, all
+    tokens count."""
     chat_template: Path | None = None
     """A file with the chat template, which turns conversations into text. The default is that of
     the tokenizer: chat_template.jinja beside it, or the one in tokenizer_config.json."""
@@ -453,7 +454,7 @@ class DataConfig:
     end_of_document: int | None = None
     """Id of the token that ends a document. The default is 0 for bytes, and for a tokenizer the
     token with one of the usual names. For files of tokens there is no default, and each file is a
-    single document. With --init-from and --data.loss-on completion, the default is the stop token
+    single document. With --init-from and --data.loss, the default is the stop token
     of the model."""
     begin_of_document: int | None = None
     """Id of a token that is put in front of every document and prompt, such as that of <s>. With
@@ -485,6 +486,15 @@ class DataConfig:
     """Folder for the tokens of text, from which later runs with the same text and tokenizer read
     them. The default is the folder `tokens` beside that of the run; without a tokenizer, bytes are
     kept in memory."""
+
+    @staticmethod
+    def of_older_file(values: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a config.json with another name for `loss`."""
+        former = {"all": None, "completion": "answers"}
+        if values.get("loss_on") not in former:
+            return values
+        others = {name: x for name, x in values.items() if name != "loss_on"}
+        return {**others, "loss": former[values["loss_on"]]}
 
     def __post_init__(self) -> None:
         for name in ("path", "validation_path", "tokenizer", "chat_template"):

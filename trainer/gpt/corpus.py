@@ -141,15 +141,17 @@ def find_parts(config: DataConfig) -> tuple[Files, Files | None]:
     return without(files, validation), validation
 
 
-def check_effects(config: DataConfig, files: Files, validation: Files | None) -> None:
-    """Raises if an option is set that has no effect on these data."""
+def check_effects(
+    config: DataConfig, files: Files, validation: Files | None, *, examples: bool = False
+) -> None:
+    """Raises if an option is set that has no effect on these data, which may be `examples`."""
     kinds = {files.kind, files.kind if validation is None else validation.kind}
     idle = {
         "bin_dtype": "bin" not in kinds,
-        "text_key": kinds.isdisjoint(RECORD_KINDS) or config.loss_on == "completion",
-        "chat_template": config.loss_on == "all" or config.tokenizer is None,
-        "ignored_keys": config.loss_on == "all",
-        "messages": config.loss_on == "all",
+        "text_key": kinds.isdisjoint(RECORD_KINDS) or examples,
+        "chat_template": not examples or config.tokenizer is None,
+        "ignored_keys": not examples,
+        "messages": not examples,
         # Of tokens, it only tells that the token which ends documents begins them too.
         "begin_of_document": config.begin_of_document != config.end_of_document
         if kinds <= set(TOKEN_KINDS)
@@ -165,7 +167,7 @@ def check_effects(config: DataConfig, files: Files, validation: Files | None) ->
                 f"data.{name} must be left out where it has no effect; got {name}={value!r} for "
                 f"{files.kind} data, "
                 f"{'no files' if validation is None else validation.name} to hold out, "
-                f"mask_documents={config.mask_documents}, loss_on={config.loss_on!r}. Leave it out."
+                f"mask_documents={config.mask_documents}, loss={config.loss!r}. Leave it out."
             )
 
 

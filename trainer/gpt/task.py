@@ -55,7 +55,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         config = with_tokenizer(config, given=chosen)
         if chosen and flag("--model.vocab-size") is None:
             config = with_vocabulary(config)
-        is_new = flag("--data.loss-on") is not None and config.data.end_of_document is None
+        is_new = flag("--data.loss") is not None and config.data.end_of_document is None
         # Without the flag, the pretrained model is from the config.json of a run too.
         of_run = not chosen and (inherited or flag("--init-from") is None)
         given = flag("--data.begin-of-document") is not None
@@ -83,12 +83,13 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
     def _open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
         from trainer.gpt.batches import Sequences, TextDataset, collate
+        from trainer.gpt.chat.forms import has_examples
         from trainer.gpt.corpus import open_corpus
         from trainer.gpt.documents import first_lengths, hint, text_documents
 
         # Beside the run, so that the next run finds the tokens too.
         data, cache = config.data, config.run_dir.parent / "tokens"
-        if data.loss_on == "completion":
+        if has_examples(data):
             from trainer.gpt.chat.corpus import open_examples
 
             sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.seq_len}

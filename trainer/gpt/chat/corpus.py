@@ -99,16 +99,16 @@ class Ends:
 def open_examples(
     config: DataConfig, layout: Layout, *, vocab_size: int, seq_len: int, cache: Path
 ) -> TextDataset:
-    """Opens the JSONL files or tables of a config whose `loss_on` is "completion". Tokens that a
+    """Opens the JSONL files or tables of a config whose data are examples. Tokens that a
     tokenizer makes of text are kept in `config.cache`, or else in `cache`."""
     files, validation = find_parts(config)
-    check_effects(config, files, validation)
+    check_effects(config, files, validation, examples=True)
     for found in filter(None, (files, validation)):
         if found.kind not in RECORD_KINDS:
             raise InputError(
-                "With data.loss_on='completion' the data must be JSONL or tables; got "
+                f"With data.loss={config.loss!r} the data must be JSONL or tables; got "
                 f"{found.kind} files in {found.name!r}. Give *.jsonl, *.parquet or *.arrow files "
-                "(--data.path), or leave out --data.loss-on."
+                "(--data.path), or leave out --data.loss."
             )
     check_bytes(config, vocab_size)
     text = open_text(files, validation, config, vocab_size)
@@ -155,7 +155,7 @@ def _encode_examples(
     text: Text, template: ChatTemplate | None, cache: Path | None
 ) -> tuple[list[EncodedExamples], str, Ends]:
     """The examples to train on and those held out, a hash of the former, and how answers end."""
-    key = _hash([FORMAT, text.key, text.config.messages], template)[:32]
+    key = _hash([FORMAT, text.key, text.config.messages, text.config.loss], template)[:32]
     with filled_folder(cache, key, lambda x: _write(text, template, x)) as (folder, sums):
         parts = [
             EncodedExamples(**{x: map_tokens(folder / f"{part}.{x}.npy", "") for x in VECTORS})
@@ -227,7 +227,7 @@ def _assign(
 
 def _forms(config: DataConfig) -> dict[str, Any]:
     """What `read_examples` must know of the form of records."""
-    return {"ignored": config.ignored_keys, "messages": config.messages}
+    return {"ignored": config.ignored_keys, "messages": config.messages, "loss": config.loss}
 
 
 def _largest_share(text: Text, template: ChatTemplate | None) -> float:

@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document, Record, check_unicode, read_records
@@ -44,6 +44,9 @@ FORMS = (
 )
 
 
+Loss = Literal["all", "answers", "last"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatExample(Document):
     """A conversation, or a prompt and its completion."""
@@ -59,10 +62,25 @@ def read_examples(
     on_read: Callable[[int], None] = lambda size: None,
     *,
     messages: str = "messages",
+    loss: Loss = "answers",
 ) -> Iterator[ChatExample]:
     """The examples of JSONL files or tables, in order, as documents of which some parts count.
-    `on_read` is told of every number of bytes of the files that are read, and `messages` is the key
-    of a conversation."""
+    `on_read` is told of every number of bytes of the files that are read, `messages` is the key of
+    a conversation, and `loss` says what counts."""
+    for example in _read(files, template, ignored, on_read, messages, loss):
+        if loss == "all":
+            example = replace(example, counted=((0, len(example.text)),))
+        yield example
+
+
+def _read(
+    files: Files,
+    template: ChatTemplate | None,
+    ignored: Collection[str],
+    on_read: Callable[[int], None],
+    messages: str,
+    loss: Loss,
+) -> Iterator[ChatExample]:
     for record in read_records(files, on_read, without=ignored):
         fields = {key: x for key, x in record.fields.items() if x is not None}
         if files.kind == "table":
@@ -72,13 +90,13 @@ def read_examples(
         if messages in fields:
             _check_keys(example, [messages, *OTHERS])
             renamed = {MESSAGES if key == messages else key: x for key, x in fields.items()}
-            yield _conversation(replace(example, fields=renamed), template)
+            yield _conversation(replace(example, fields=renamed), template, loss)
         elif is_alpaca(fields):
             _check_keys(example, ALPACA)
             said = {MESSAGES: of_alpaca(fields, example.place)}
-            yield _conversation(replace(example, fields=said), template)
+            yield _conversation(replace(example, fields=said), template, loss)
         else:
-            found = _completion(example, messages)
+            found = _completion(example, messages, loss)
             _check_keys(example, COMPLETION)
             yield found
 
@@ -92,7 +110,7 @@ def _check_keys(record: Record, known: Collection[str]) -> None:
         )
 
 
-def _completion(record: Record, messages: str) -> ChatExample:
+def _completion(record: Record, messages: str, loss: Loss) -> ChatExample:
     prompt, completion = (record.fields.get(name) for name in COMPLETION)
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         given = {name: type(value).__name__ for name, value in record.fields.items()}
@@ -104,7 +122,7 @@ def _completion(record: Record, messages: str) -> ChatExample:
                 f"If {talks[0]} holds the messages of a conversation: --data.messages {talks[0]}"
             )
         raise InputError(
-            f"With data.loss_on='completion' every record must be {FORMS}; got {given} in "
+            f"With data.loss={loss!r} every record must be {FORMS}; got {given} in "
             f"{record.place!r}, without the key {messages!r}. {way_out}."
         )
     text = prompt + completion
@@ -118,7 +136,7 @@ def _completion(record: Record, messages: str) -> ChatExample:
     )
 
 
-def _conversation(record: Record, template: ChatTemplate | None) -> ChatExample:
+def _conversation(record: Record, template: ChatTemplate | None, loss: Loss) -> ChatExample:
     if template is None:
         raise InputError(
             "Conversations need the chat template of a tokenizer; got none for the messages in "
@@ -136,10 +154,14 @@ def _conversation(record: Record, template: ChatTemplate | None) -> ChatExample:
             f"{', '.join(reserved)} in {record.place!r}. Remove them."
         )
     counts = [_counts(message, record.place) for message in messages]
+    if loss == "last":
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        counts = [counts[n] and n == answers[-1] for n in range(len(counts))]
     if not any(counts):
         raise InputError(
             "A conversation must have a message of the assistant that the loss counts; got "
-            f"train=false or weight=0 for all of them in {record.place!r}. Remove the line."
+            f"train=false or weight=0 for {'the last one' if loss == 'last' else 'all of them'} in "
+            f"{record.place!r}. Remove the line."
         )
     # Of a message, transformers leaves out what is null.
     said = [

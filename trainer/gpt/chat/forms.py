@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 from startrail_jax.errors import InputError
+from trainer.gpt.config import DataConfig
 
 ALPACA = ("instruction", "input", "output", "system")
 """What a record of an instruction may hold; the first and the third are needed."""
@@ -25,6 +27,23 @@ ROLES = {
 """Who speaks in ShareGPT -> role of the message."""
 CALL = "function_call"
 """Who speaks there if the assistant calls functions: the value is JSON with their arguments."""
+
+
+def has_examples(config: DataConfig) -> bool:
+    """Whether data are conversations or completions. With a loss on all tokens, their first record
+    says so, if it has no text."""
+    if config.loss != "all" or config.path is None:
+        return config.loss in ("answers", "last")
+    from trainer.data.documents import read_records  # Not above: `--help` must be fast.
+    from trainer.data.files import RECORD_KINDS, find_files
+
+    files = find_files(config.path, "data.path")
+    if files.kind not in RECORD_KINDS:
+        return False
+    records: Any = read_records(files)
+    with closing(records):
+        first = next(records, None)
+    return first is not None and config.text_key not in first.fields
 
 
 def is_alpaca(fields: Mapping[str, Any]) -> bool:

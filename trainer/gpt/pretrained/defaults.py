@@ -12,6 +12,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.data.opening import read_object
+from trainer.gpt.chat.forms import has_examples
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description
 from trainer.run.folder import KEPT_FOLDER
@@ -60,7 +61,7 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
     before, data = config.init_from, config.data
     if before is None or before.resolve() != folder.resolve():
         # Files of tokens name no tokenizer: what ends their documents stays.
-        end = None if data.loss_on == "completion" else data.end_of_document
+        end = None if has_examples(data) else data.end_of_document
         data = replace(data, tokenizer=None, begin_of_document=None, end_of_document=end)
     return replace(config, model=read_description(folder).model, init_from=folder, data=data)
 
@@ -121,7 +122,7 @@ def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False)
     """A config that ends completions as its pretrained model ends what it says, unless what ends a
     document is given or inherited. Elsewhere the model stops at that token only."""
     folder, tokenizer = config.init_from, config.data.tokenizer
-    if folder is None or config.data.loss_on != "completion" or given or inherited:
+    if folder is None or given or inherited or not has_examples(config.data):
         return config
     if tokenizer is None:
         # The config.json of a model of bytes may name an id that is beyond them.
