@@ -102,6 +102,8 @@ def compile_quickly(config):
     settings = {
         "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": compiled.name,
+        # Their path, which differs from run to run, would be a part of each program's key.
+        "jax_persistent_cache_enable_xla_caches": "none",
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     for name, value in settings.items():
