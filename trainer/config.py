@@ -267,7 +267,7 @@ class OptimizerConfig:
 
 
 ENDLESS = ("constant", "inverse_sqrt")
-"""Schedules of which the number of steps of a run changes no learning rate."""
+"""Schedules that do not end with a share of the peak."""
 LEAST_RATE_OF_ADAPTERS = 1e-4
 """Learning rate with `--lora.rank`, where no flag names one and the recipe has a lower one."""
 

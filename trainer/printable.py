@@ -25,6 +25,12 @@ def printable(text: str) -> str:
     return "".join(map(shown, text))
 
 
+def shortened(value: object, most: int = 200) -> str:
+    """A value as Python writes it, up to some number of characters."""
+    shown = repr(value)
+    return shown if len(shown) <= most else f"{shown[:most]}..."
+
+
 def duration(seconds: float) -> str:
     """A time as "1:23" (minutes and seconds) or "1:02:03"."""
     minutes, seconds = divmod(round(seconds), 60)

@@ -21,6 +21,7 @@ from trainer.gpt.chat.template import (
     Conversation,
     Messages,
 )
+from trainer.printable import shortened
 
 MESSAGES = "messages"
 OTHERS = ("system", "tools", "documents", "chat_template_kwargs")
@@ -67,38 +68,27 @@ def read_examples(
     """The examples of JSONL files or tables, in order, as documents of which some parts count.
     `on_read` is told of every number of bytes of the files that are read, `messages` is the key of
     a conversation, and `loss` says what counts."""
-    for example in _read(files, template, ignored, on_read, messages, loss):
-        if loss == "all":
-            example = replace(example, counted=((0, len(example.text)),))
-        yield example
-
-
-def _read(
-    files: Files,
-    template: ChatTemplate | None,
-    ignored: Collection[str],
-    on_read: Callable[[int], None],
-    messages: str,
-    loss: Loss,
-) -> Iterator[ChatExample]:
     for record in read_records(files, on_read, without=ignored):
         fields = {key: x for key, x in record.fields.items() if x is not None}
         if files.kind == "table":
             # Its columns give all objects the same keys.
             fields = _without_nulls(fields)
-        example = replace(record, fields=fields)
+        record = replace(record, fields=fields)
         if messages in fields:
-            _check_keys(example, [messages, *OTHERS])
+            _check_keys(record, [messages, *OTHERS])
             renamed = {MESSAGES if key == messages else key: x for key, x in fields.items()}
-            yield _conversation(replace(example, fields=renamed), template, loss)
+            example = _conversation(replace(record, fields=renamed), template, loss)
         elif is_alpaca(fields):
-            _check_keys(example, ALPACA)
-            said = {MESSAGES: of_alpaca(fields, example.place)}
-            yield _conversation(replace(example, fields=said), template, loss)
+            _check_keys(record, ALPACA)
+            of_system = {key: x for key, x in fields.items() if key == "system"}
+            said = {MESSAGES: of_alpaca(fields, record.place)} | of_system
+            example = _conversation(replace(record, fields=said), template, loss)
         else:
-            found = _completion(example, messages, loss)
-            _check_keys(example, COMPLETION)
-            yield found
+            example = _completion(record, messages, loss)
+            _check_keys(record, COMPLETION)
+        if loss == "all":
+            example = replace(example, counted=((0, len(example.text)),))
+        yield example
 
 
 def _check_keys(record: Record, known: Collection[str]) -> None:
@@ -191,7 +181,7 @@ def _checked(messages: Any, place: str) -> Messages:
     if not is_list or not all(isinstance(x.get("role"), str) for x in messages):
         raise InputError(
             "messages must be a list of objects with role and content; got "
-            f"{_shortened(messages)} in {place!r}. Mend or remove the line."
+            f"{shortened(messages)} in {place!r}. Mend or remove the line."
         )
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
@@ -204,7 +194,7 @@ def _checked(messages: Any, place: str) -> Messages:
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise InputError(
                 "The content of a message must be a text, which only a message with tool_calls "
-                f"may leave out; got {_shortened(message)} in {place!r}. Mend or remove the line."
+                f"may leave out; got {shortened(message)} in {place!r}. Mend or remove the line."
             )
     return messages
 
@@ -219,7 +209,7 @@ def _parsed(key: str, value: Any, record: Record) -> Any:
             found = None
     if not isinstance(found, kind):
         raise InputError(
-            f"{key} must be {NAMES_OF_KINDS[kind]}; got {_shortened(value)} in {record.place!r}. "
+            f"{key} must be {NAMES_OF_KINDS[kind]}; got {shortened(value)} in {record.place!r}. "
             "Mend or remove the line."
         )
     return found
@@ -239,17 +229,12 @@ def _counts(message: dict[str, Any], place: str) -> bool:
     if any(x not in (0, 1) for x in given) or len(set(map(bool, given))) > 1:
         raise InputError(
             "train of a message must be true or false, and its weight 0 or 1, which say the same; "
-            f"got {_shortened(message)} in {place!r}. Mend or remove the line."
+            f"got {shortened(message)} in {place!r}. Mend or remove the line."
         )
     if any(given) and not is_assistant:
         raise InputError(
             "The loss counts messages of the assistant only; got "
-            f"{_shortened(message)} in {place!r}. Remove train and weight, or divide the "
+            f"{shortened(message)} in {place!r}. Remove train and weight, or divide the "
             "conversation into prompt and completion."
         )
     return is_assistant and all(given)
-
-
-def _shortened(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) < 200 else f"{shown[:200]}..."

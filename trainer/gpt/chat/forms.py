@@ -52,7 +52,7 @@ def is_alpaca(fields: Mapping[str, Any]) -> bool:
 
 
 def of_alpaca(fields: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    """The messages of an instruction; its input stands in a line below it."""
+    """The messages of an instruction but that of the system; its input stands in a line below."""
     texts = {name: fields.get(name) or "" for name in ALPACA}
     wrong = [name for name, text in texts.items() if not isinstance(text, str)]
     if wrong:
@@ -60,9 +60,8 @@ def of_alpaca(fields: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
             f"{', '.join(ALPACA)} of a record must be texts; got {wrong[0]}="
             f"{texts[wrong[0]]!r} in {place!r}. Mend or remove the line."
         )
-    system, asked = texts["system"], [texts["instruction"], texts["input"]]
+    asked = [texts["instruction"], texts["input"]]
     return [
-        *([{"role": "system", "content": system}] if system else []),
         {"role": "user", "content": "\n".join(filter(None, asked))},
         {"role": "assistant", "content": texts["output"]},
     ]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
+from trainer.printable import shortened
+
 REASONING = {"reasoning_content", "reasoning", "thinking"}
 """Names of what an assistant thought; transformers gives each to a template that asks for one."""
 UNMARKED = {"role", "tool_call_id"}
@@ -119,7 +121,7 @@ def _marked_call(call: Any, number: int, place: str, mark: Any) -> Any:
     def of_arguments(string: str) -> str:
         if not string.strip():
             return string
-        described = f"the arguments {_shortened(arguments)} of the call of {name!r} in {place}"
+        described = f"the arguments {shortened(arguments, 100)} of the call of {name!r} in {place}"
         return mark(string, number, described, "call", False)
 
     if isinstance(arguments, dict):
@@ -137,8 +139,3 @@ def _of_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {key: _of_strings(x, change) for key, x in value.items()}
     return [_of_strings(x, change) for x in value] if isinstance(value, list) else value
-
-
-def _shortened(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) < 100 else f"{shown[:100]}..."

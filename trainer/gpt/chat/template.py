@@ -269,21 +269,16 @@ class ChatTemplate:
     ) -> tuple[str, re.Match[str] | None]:
         """The special token that follows an answer, in a text that has it: at the end of the text,
         the one with which the user would speak next is added. None if other text follows."""
+        longer = text
         if not text[end:].strip():
             try:
                 longer = run([*messages, {"role": "user", "content": "a"}])[0]
             except InputError:  # A template may refuse another turn.
-                longer = ""
-            follows = self._special.search(longer, len(text))
-            if not longer.startswith(text) or follows is None:
                 return text, None
-            if longer[end : follows.start()].strip():
-                return text, None
-            return longer[: follows.end()], follows
-        follows = self._special.search(text, end)
-        if follows is None or text[end : follows.start()].strip():
+        follows = self._special.search(longer, end) if longer.startswith(text) else None
+        if follows is None or longer[end : follows.start()].strip():
             return text, None
-        return text, follows
+        return max(text, longer[: follows.end()], key=len), follows
 
     def _not_shown(self, what: str, place: str) -> InputError:
         return InputError(

@@ -35,6 +35,7 @@ from trainer.gpt.pretrained.families import (
     plain,
 )
 from trainer.places import way_to
+from trainer.printable import shortened
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -281,10 +282,9 @@ class ConfigValues:
 
     def wrong(self, key: str, wanted: str, value: Any) -> InputError:
         """The error of a value that is not what it must be."""
-        given = repr(value)
-        given = given if len(given) <= 200 else f"{given[:200]}..."
         return InputError(
-            f"{key} must be {wanted} in {self.name!r}; got {given}. Download the file again."
+            f"{key} must be {wanted} in {self.name!r}; got {shortened(value)}. Download the file "
+            "again."
         )
 
 
