@@ -186,7 +186,7 @@ def _require_inputs(task: Any, config: TrainConfig, *, tracks: bool = True) -> N
     """Raises unless files and packages are there that are needed after the program is compiled, or
     that take long to open."""
     if config.plan != "show":
-        for name, path in task.inputs(config).items():
+        for name, path in task.inputs(config):
             require_there(name, path)
         if tracks:
             require_packages(config)

@@ -300,7 +300,7 @@ def check_run(settings, devices):
     if settings.kind == "gpt" and settings.init_from is None:
         data = settings.data
         is_plan = settings.plan == "show"  # It reads no data.
-        if not is_plan and (data.path is None or not data.path.name.startswith("tokens")):
+        if not is_plan and not any(path.name.startswith("tokens") for path in data.path):
             check_bytes(data, settings.model.vocab_size)
     degrees = choose_degrees(settings.mesh, devices, settings.attention_call)
     check_first_step(settings, degrees)

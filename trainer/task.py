@@ -6,7 +6,7 @@ Neither this module nor one that defines a task imports jax: `--help` must be fa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -121,10 +121,10 @@ class Task(ABC, Generic[Config, Options]):
             ValueError: if the data do not fit the config.
         """
 
-    def inputs(self, config: Config) -> dict[str, Path | None]:
-        """The files and folders that `open_data` reads, by the names of their settings: without
+    def inputs(self, config: Config) -> Sequence[tuple[str, Path | None]]:
+        """The files and folders that `open_data` reads, with the names of their settings: without
         them, the program ends before it looks for devices."""
-        return {}
+        return ()
 
     def initial_weights(
         self, config: Config, weights: Any

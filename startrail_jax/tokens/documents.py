@@ -19,7 +19,7 @@ import bisect
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -305,6 +305,7 @@ class PartStream(Iterator[list[BatchPart]]):
         seed: int = 0,
         cost: DocumentCost | None = None,
         degrees: Sequence[int] | None = None,
+        epochs: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         """Starts at the first step. A window is assigned when its first step is requested.
 
@@ -318,6 +319,9 @@ class PartStream(Iterator[list[BatchPart]]):
             seed: seed of the order.
             cost: as for `parts`.
             degrees: as for `parts`.
+            epochs: (number of an epoch) -> the numbers of its documents [documents], integers, in
+                order; as many in each epoch, and some may be there several times. By default, an
+                epoch has all documents, in random order.
 
         Raises:
             ValueError: as `parts`, or if no document has a token.
@@ -325,8 +329,8 @@ class PartStream(Iterator[list[BatchPart]]):
         cost = DocumentCost() if cost is None else cost
         assignment = _Assignment(devices, share, cost, degrees)
         self._lengths = assignment.checked(lengths)
-        self._documents = np.flatnonzero(self._lengths)
-        if not len(self._documents):
+        self._epochs = epochs or self._all_documents
+        if not np.count_nonzero(self._lengths):
             raise InputError(
                 "Some document must have a token; got documents of the lengths "
                 f"{self._lengths.tolist()[:4]}, {len(self._lengths)} in all. Use other data."
@@ -338,7 +342,6 @@ class PartStream(Iterator[list[BatchPart]]):
             )
         if seed < 0:
             raise InputError(f"The seed must be 0 or more; got {seed=}. Give another.")
-        self._num_windows = max(round(len(self._documents) / window), 1)
         self.order: Mapping[str, Any] = {
             "seed": seed,
             "window": window,
@@ -353,9 +356,14 @@ class PartStream(Iterator[list[BatchPart]]):
             "degrees": assignment.degrees,
             "steps": 0,
         }
+        self._num_windows = max(round(len(self._epochs(0)) / window), 1)
         self.epoch = -1
         """Number of the epoch of the last step, from 0."""
         self._go_to(0, 0, [self._settings])
+
+    def _all_documents(self, epoch: int) -> np.ndarray:
+        documents = np.flatnonzero(self._lengths)
+        return documents[shuffled(len(documents), self.order["seed"], epoch)]
 
     def _go_to(self, epoch: int, window: int, stretches: list[dict[str, Any]]) -> None:
         """Opens a window.
@@ -367,8 +375,7 @@ class PartStream(Iterator[list[BatchPart]]):
                 number of steps that were taken; the next step is one of the last.
         """
         if epoch != self.epoch:
-            order = _shuffled(len(self._documents), self.order["seed"], epoch)
-            self._mixed = self._documents[order]
+            self._mixed = self._epochs(epoch)
         self.epoch, self._window = epoch, window
         self._stretches = [dict(stretch) for stretch in stretches]
         first, last = (len(self._mixed) * (window + i) // self._num_windows for i in (0, 1))
@@ -390,7 +397,7 @@ class PartStream(Iterator[list[BatchPart]]):
             settings["degrees"],
         )
         parts = assignment.parts(self._lengths, numbers)
-        order = _shuffled(len(parts), self.order["seed"], self.epoch, self._window)
+        order = shuffled(len(parts), self.order["seed"], self.epoch, self._window)
         groups = np.array_split(order, -(-len(parts) // settings["parts_per_step"]))
         return [[parts[i] for i in sorted(group)] for group in groups]
 
@@ -445,7 +452,7 @@ class PartStream(Iterator[list[BatchPart]]):
         self._go_to(state["epoch"], state["opened"], before)
 
 
-def _shuffled(count: int, *seed: int) -> np.ndarray:
+def shuffled(count: int, *seed: int) -> np.ndarray:
     """The numbers below count in random order, which no later NumPy changes: only the raw bits of
     a generator are promised to stay."""
     bits = np.random.PCG64(np.random.SeedSequence(list(seed))).random_raw(count)

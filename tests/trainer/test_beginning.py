@@ -23,7 +23,7 @@ from trainer.data import slices
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig
-from trainer.gpt.corpus import open_corpus
+from trainer.gpt.corpus import open_corpora
 from trainer.gpt.pretrained import defaults
 from trainer.gpt.pretrained.defaults import ending_of, eos_of, with_model_of
 from trainer.gpt.task import GPTTask
@@ -60,13 +60,14 @@ def data_of(tokenizer, *records, held_out=None, **options):
     folder = tokenizer.parent
     for name, lines in (("train", records), ("val", records if held_out is None else held_out)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    paths = dict(path=folder / "train.jsonl", validation_path=folder / "val.jsonl")
+    paths = dict(path=(folder / "train.jsonl",), validation_path=folder / "val.jsonl")
     return DataConfig(**paths, tokenizer=tokenizer, **options)
 
 
 def opened(config, seq_len=32):
-    cache = config.path.parent / "cache"
-    return open_examples(config, NATURAL, vocab_size=128, seq_len=seq_len, cache=cache)
+    cache = config.path[0].parent / "cache"
+    (data,) = open_examples(config, NATURAL, vocab_size=128, seq_len=seq_len, cache=cache)
+    return data
 
 
 ASKED = {"prompt": "ask", "completion": "yes"}
@@ -101,7 +102,7 @@ def test_every_document_begins_with_it_once(tokenizer, monkeypatch):
     texts = ["short", "<s>named", "", "long words " * 30]
     config = data_of(tokenizer, *({"text": x} for x in texts), held_out=[{"text": "held out"}])
     plain, begun = (
-        open_corpus(dataclasses.replace(config, begin_of_document=x), vocab_size=128)
+        open_corpora(dataclasses.replace(config, begin_of_document=x), vocab_size=128)[0]
         for x in (None, BEGIN)
     )
     tokens = begun.train[0].tokens
@@ -121,7 +122,7 @@ def test_every_document_begins_with_it_once(tokenizer, monkeypatch):
     # Tokens of bytes have no such token.
     of_bytes = dataclasses.replace(config, tokenizer=None, begin_of_document=1)
     with refused(InputError, "data.begin_of_document must"):
-        open_corpus(of_bytes, vocab_size=256)
+        open_corpora(of_bytes, vocab_size=256)
 
 
 def test_completions_begin_with_it_and_conversations_as_their_template_says(tokenizer):
@@ -194,7 +195,7 @@ def test_config_of_a_run_says_how_documents_begin(saved, tokenizer, tmp_path):
     flags |= {"--data.begin-of-document": str(saved)}
     assert found(config, **flags).begin_of_document == saved
     np.save(tmp_path / "tokens.npy", np.arange(9))
-    tokens = dataclasses.replace(data, path=tmp_path / "tokens.npy")
+    tokens = dataclasses.replace(data, path=(tmp_path / "tokens.npy",))
     found_for_tokens = found(dataclasses.replace(config, data=tokens))
     assert (found_for_tokens.tokenizer, found_for_tokens.begin_of_document) == (None, None)
 

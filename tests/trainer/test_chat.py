@@ -21,7 +21,7 @@ from trainer.gpt.chat.forms import has_examples
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig, TextOptions
-from trainer.gpt.corpus import open_corpus
+from trainer.gpt.corpus import open_corpora
 from trainer.gpt.sample import prompt_tokens, stops_of_run, template_of_run
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenizer import FileTokenizer
@@ -74,11 +74,12 @@ def tokenizer(tmp_path):
 
 def opened(config, seq_len=32, vocab_size=256):
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
-    return open_examples(config, NATURAL, cache=config.path.parent, **sizes)
+    (data,) = open_examples(config, NATURAL, cache=config.path[0].parent, **sizes)
+    return data
 
 
 def of_completions(path, **changes):
-    return DataConfig(**dict(path=path, loss="answers", validation_fraction=0.2) | changes)
+    return DataConfig(**dict(path=(path,), loss="answers", validation_fraction=0.2) | changes)
 
 
 def template(source, **tokens):
@@ -170,7 +171,7 @@ def test_only_completions_count(tmp_path):
     assert len(data.train._part.ends) + len(data.held_out._part.ends) == 30
     # Of few examples one is held out.
     for count in (2, 3, 5):
-        few = DataConfig(path=completions(tmp_path / "few.jsonl", count), loss="answers")
+        few = DataConfig(path=(completions(tmp_path / "few.jsonl", count),), loss="answers")
         description = opened(few).corpus.description
         assert f"{count - 1} examples" in description
         assert "1 examples" in description.split("to train on")[1]
@@ -248,14 +249,15 @@ def test_loss_on_all_tokens_finds_out_what_the_data_are(tmp_path, tokenizer):
         *((talks, loss, True) for loss in ("answers", "last", "all")),
         *((texts, "all", False), (texts, None, False), (talks, None, False), (None, "all", False)),
     ):
-        assert has_examples(DataConfig(path=path, loss=loss)) == expected
+        paths = () if path is None else (path,)
+        assert has_examples(DataConfig(path=paths, loss=loss)) == expected
     config = dataclasses.replace(gpt_tiny(), seq_len=16, sample_length=0)
-    data = DataConfig(path=talks, tokenizer=tokenizer, loss="all")
+    data = DataConfig(path=(talks,), tokenizer=tokenizer, loss="all")
     run = dict(run_dir=tmp_path / "run", seq_len=160)
     opened = GPTTask().open_data(dataclasses.replace(config, data=data, **run), NATURAL)
     assert "of them counted" in opened.description
-    for path in (texts, None):
-        data = DataConfig(path=path, loss="all")
+    for paths in ((texts,), ()):
+        data = DataConfig(path=paths, loss="all")
         assert "counted" not in GPTTask().open_data(
             dataclasses.replace(config, data=data), NATURAL
         ).description  # fmt: skip
@@ -342,7 +344,7 @@ def test_options_and_files_that_do_not_fit_raise(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("a" * 99)
     path = completions(tmp_path / "data.jsonl", 30)
-    one = DataConfig(path=completions(tmp_path / "one.jsonl", 1), loss="answers")
+    one = DataConfig(path=(completions(tmp_path / "one.jsonl", 1),), loss="answers")
     for config, seq_len, named in (
         (of_completions(text), 32, "the data must"),
         (of_completions(path, text_key="prompt"), 32, "loss='answers'"),
@@ -743,6 +745,6 @@ def test_ignored_keys_are_left_out(tmp_path, tokenizer):
     expected, _ = example_of({"messages": TALK}, tmp_path, tokenizer)
     np.testing.assert_array_equal(tokens, expected)
     with refused(InputError, "data.ignored_keys must be left out", loss=None):
-        open_corpus(
-            DataConfig(path=write(tmp_path / "c.jsonl"), ignored_keys=("id",)), vocab_size=256
+        open_corpora(
+            DataConfig(path=(write(tmp_path / "c.jsonl"),), ignored_keys=("id",)), vocab_size=256
         )

@@ -26,7 +26,7 @@ from trainer.data.order import PartBatches
 from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
 from trainer.gpt.config import DataConfig, LinearConfig, RopeConfig
-from trainer.gpt.corpus import Stream, open_corpus
+from trainer.gpt.corpus import Stream, open_corpora
 from trainer.gpt.documents import text_documents
 from trainer.gpt.objective import NextToken
 from trainer.gpt.task import GPTTask
@@ -150,7 +150,7 @@ def test_log_of_rows_says_what_whole_documents_would_save(tmp_path, flags, degre
     """40 documents of 4 tokens and 10 of 30, in rows of 32."""
     np.save(tmp_path / "a.npy", text([4] * 42 + [30] * 10).tokens)
     given = DataConfig(
-        path=tmp_path / "a.npy", end_of_document=END, validation_fraction=0.02, **flags
+        path=(tmp_path / "a.npy",), end_of_document=END, validation_fraction=0.02, **flags
     )
     if given.mask_documents is False:
         given = dataclasses.replace(given, end_of_document=None)
@@ -503,7 +503,7 @@ def test_token_that_ends_and_begins_documents_belongs_to_the_one_that_it_begins(
         same = numbers[start:-1] == numbers[start + 1 :]
         np.testing.assert_array_equal(batch.weights[0][: len(same)], same)
     np.save(tmp_path / "a.npy", np.tile(tokens, 30))
-    given = DataConfig(path=tmp_path / "a.npy", begin_of_document=END, end_of_document=END)
+    given = DataConfig(path=(tmp_path / "a.npy",), begin_of_document=END, end_of_document=END)
     data = GPTTask().open_data(
         dataclasses.replace(gpt_tiny(), data=given, seq_len=8, sample_length=0, run_dir=tmp_path),
         Layout("contiguous", 1),
@@ -511,4 +511,4 @@ def test_token_that_ends_and_begins_documents_belongs_to_the_one_that_it_begins(
     batch = data.collate([data.train[0]], [0])
     np.testing.assert_array_equal(batch.segment_ids[0], numbers[:8])
     with refused(InputError, "data.begin_of_document must be left out"):
-        open_corpus(dataclasses.replace(given, begin_of_document=3), vocab_size=48)
+        open_corpora(dataclasses.replace(given, begin_of_document=3), vocab_size=48)

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.quick
 
 
 def open_corpus(path, *, vocab_size=256, **options):
-    return corpus.open_corpus(DataConfig(path=path, **options), vocab_size=vocab_size)
+    paths = () if path is None else (path,)
+    (opened,) = corpus.open_corpora(DataConfig(path=paths, **options), vocab_size=vocab_size)
+    return opened
 
 
 def texts(streams):
@@ -280,7 +282,7 @@ def test_tokens_that_fill_no_sequence_are_counted_in_the_log(tmp_path):
     for name, length in [("a", 1000), *((str(i), 60) for i in range(9))]:
         np.save(tmp_path / "tokens" / name, np.zeros(length, np.uint16))
     np.save(tmp_path / "val.npy", np.zeros(100, np.uint16))
-    data = DataConfig(path=tmp_path / "tokens", validation_path=tmp_path / "val.npy")
+    data = DataConfig(path=(tmp_path / "tokens",), validation_path=tmp_path / "val.npy")
     config = dataclasses.replace(
         gpt_tiny(), data=data, seq_len=64, sample_length=8, run_dir=tmp_path / "run"
     )
@@ -584,7 +586,7 @@ def test_short_documents_leave_a_character_to_each_part(tmp_path, held_out, kind
 
 def test_text_shorter_than_a_sequence_is_filled_up_and_said(tmp_path):
     texts = [json.dumps({"text": f"line {i} of a short file"}) for i in range(5)]
-    data = DataConfig(path=write_lines(tmp_path / "a.jsonl", texts))
+    data = DataConfig(path=(write_lines(tmp_path / "a.jsonl", texts),))
     config = dataclasses.replace(gpt_tiny(), data=data, run_dir=tmp_path / "runs" / "a")
     with pytest.warns(UserWarning, match=r"at most 110 bytes in one place, .* --seq-len 109\."):
         data = GPTTask().open_data(config, Layout("contiguous", 1))

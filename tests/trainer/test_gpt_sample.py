@@ -219,7 +219,7 @@ def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsy
 @pytest.mark.slow
 def test_token_ids_are_continued_by_token_ids(tmp_path, capsys):
     np.arange(99, dtype=np.uint16).tofile(tmp_path / "data.bin")
-    make_run(tmp_path, data=DataConfig(path=tmp_path / "data.bin"))
+    make_run(tmp_path, data=DataConfig(path=(tmp_path / "data.bin",)))
     ids = run(capsys, tmp_path, "--prompt", "17 4\n 99 0 0 0 255 1").out.split()
     assert len(ids) == 4
     assert all(0 <= int(x) < 256 for x in ids)
@@ -308,9 +308,9 @@ def test_words_keep_the_space_that_joins_them_to_the_prompt(tmp_path):
 def test_tokenizer_of_a_run_whose_data_are_gone(tmp_path):
     kinds = {None: ByteTokenizer, "gone.txt": ByteTokenizer, "gone.npy": IdTokenizer}
     for name, kind in kinds.items():
-        config = DataConfig(path=name and tmp_path / name)
+        config = DataConfig(path=(tmp_path / name,) if name else ())
         assert isinstance(open_tokenizer(config, vocab_size=256), kind)
-    elsewhere = DataConfig(path=Path("data/tokens"))
+    elsewhere = DataConfig(path=(Path("data/tokens"),))
     with refused(InputError, "data.path must exist", "'data/tokens'"):
         open_tokenizer(elsewhere, vocab_size=256)
 
@@ -327,10 +327,10 @@ def test_sample_reads_no_more_of_the_data_than_tells_their_kind(tmp_path, monkey
         (folder / name).touch()
         # A search of the whole folder refuses this.
         ((folder / name).parent / "again").symlink_to(folder)
-        assert isinstance(open_tokenizer(DataConfig(path=folder), vocab_size=256), kind)
+        assert isinstance(open_tokenizer(DataConfig(path=(folder,)), vocab_size=256), kind)
     (tmp_path / "book.txt" / "train.bin").touch()
     (tmp_path / "book.txt" / "val.bin").touch()
-    found = open_tokenizer(DataConfig(path=tmp_path / "book.txt"), vocab_size=256)
+    found = open_tokenizer(DataConfig(path=(tmp_path / "book.txt",)), vocab_size=256)
     assert isinstance(found, IdTokenizer)
 
 

@@ -25,7 +25,7 @@ from trainer.data.slices import Slicer
 from trainer.errors import StorageError
 from trainer.gpt import encoding
 from trainer.gpt.config import DataConfig
-from trainer.gpt.corpus import open_corpus
+from trainer.gpt.corpus import open_corpora
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenize import main
 from trainer.gpt.tokenizer import FileTokenizer
@@ -187,8 +187,9 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
 
 
 def open_text_corpus(path, tokenizer, folder, *, vocab_size=400, **options):
-    config = DataConfig(path=path, tokenizer=tokenizer, **{"validation_fraction": 0.2} | options)
-    return open_corpus(config, vocab_size=vocab_size, cache=folder)
+    config = DataConfig(path=(path,), tokenizer=tokenizer, **{"validation_fraction": 0.2} | options)
+    (opened,) = open_corpora(config, vocab_size=vocab_size, cache=folder)
+    return opened
 
 
 def tokens_of(opened):
@@ -353,7 +354,7 @@ def test_cache_that_cannot_be_written_raises(text, tokenizer, tmp_path, monkeypa
         main([str(text), str(tmp_path / "cache" / "out"), "--validation-fraction", "0.2"])
     np.save(tmp_path / "a.npy", np.arange(100))
     with refused(InputError, "data.cache must"):
-        open_corpus(DataConfig(path=tmp_path / "a.npy", cache=tmp_path), vocab_size=100)
+        open_corpora(DataConfig(path=(tmp_path / "a.npy",), cache=tmp_path), vocab_size=100)
 
 
 def test_file_system_without_locks_warns(text, tokenizer, tmp_path, monkeypatch):
@@ -369,7 +370,7 @@ def test_run_caches_tokens_beside_its_folder(text, tokenizer, tmp_path):
     config = dataclasses.replace(
         recipe,
         model=dataclasses.replace(recipe.model, vocab_size=400),
-        data=DataConfig(path=text, tokenizer=tokenizer, validation_fraction=0.2),
+        data=DataConfig(path=(text,), tokenizer=tokenizer, validation_fraction=0.2),
         seq_len=8,
         sample_length=0,
         run_dir=tmp_path / "runs" / "mine",
@@ -385,9 +386,9 @@ def test_run_caches_tokens_beside_its_folder(text, tokenizer, tmp_path):
 def test_bytes_are_cached_on_request_only(text, tmp_path):
     opened = open_text_corpus(text, None, tmp_path / "cache", vocab_size=256)
     assert not (tmp_path / "cache").exists()
-    asked = DataConfig(path=text, validation_fraction=0.2, cache=tmp_path / "cache")
+    asked = DataConfig(path=(text,), validation_fraction=0.2, cache=tmp_path / "cache")
     for _ in range(2):
-        assert tokens_of(open_corpus(asked, vocab_size=256)) == tokens_of(opened)
+        assert tokens_of(open_corpora(asked, vocab_size=256)[0]) == tokens_of(opened)
     (folder,) = (tmp_path / "cache").glob("*/train.npy")
     assert np.load(folder).dtype == np.uint8
 
@@ -417,8 +418,8 @@ def test_command_writes_what_training_reads(text, tokenizer, tmp_path, capsys):
     flags = dict(zip(command[::2], command[1::2], strict=True))
     assert flags.keys() == {"--data.path", "--data.end-of-document", "--model.vocab-size"}
     whole = open_text_corpus(text, tokenizer, None)
-    config = DataConfig(path=out, end_of_document=int(flags["--data.end-of-document"]))
-    opened = open_corpus(config, vocab_size=int(flags["--model.vocab-size"]))
+    config = DataConfig(path=(out,), end_of_document=int(flags["--data.end-of-document"]))
+    (opened,) = open_corpora(config, vocab_size=int(flags["--model.vocab-size"]))
     assert tokens_of(opened) == tokens_of(whole)
     assert opened.end_of_document == whole.end_of_document
 

@@ -64,9 +64,10 @@ def test_object_stores_are_refused_with_a_way_out():
         dataclasses.replace(gpt_tiny(), run_dir=Path("gs://bucket/run"))
     with refused(InputError, "got 's3:/bucket/a'"):
         find_files(Path("s3://bucket/a"), "data.path")
-    for name in ("path", "validation_path", "tokenizer"):
+    url = Path("gs://bucket/a")
+    for name, value in {"path": (Path("a"), url), "validation_path": url, "tokenizer": url}.items():
         with refused(InputError, f"data.{name} must be on a disk; got 'gs://", "aws s3 sync"):
-            DataConfig(**{name: Path("gs://bucket/a")})
+            DataConfig(**{name: value})
     with refused(InputError, "data.path must be on a disk; got 'gs://"):
         ImageConfig(path=Path("gs://bucket/a"))
 

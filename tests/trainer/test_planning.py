@@ -116,7 +116,7 @@ def test_remat_is_the_first_that_fits():
 def documents(lengths, path, **changes):
     """A plan of a run on documents of so many tokens, each 7 at its end."""
     np.save(path, np.concatenate([[*[5] * n, 7] for n in lengths]).astype(np.uint16))
-    data = DataConfig(path=path, batches="documents", end_of_document=7)
+    data = DataConfig(path=(path,), batches="documents", end_of_document=7)
     return planner(data=data, **{"batch_size": 8, **changes})
 
 
@@ -337,7 +337,7 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
 def test_a_run_keeps_the_default_mesh_that_was_predicted(tmp_path, monkeypatch, capsys):
     np.save(tmp_path / "tokens.npy", np.arange(2048, dtype=np.uint16) % 96)
     changes = dict(run_dir=tmp_path, devices=8, steps=1, sample_length=0, tensorboard=False)
-    data = DataConfig(path=tmp_path / "tokens.npy")
+    data = DataConfig(path=(tmp_path / "tokens.npy",))
     config = make_config(dict(layers=1), plan="off", data=data, **changes)
     with monkeypatch.context() as patch:
         patch.setattr(planning, "data_sheet_cluster", lambda devices, **_: ONE_NODE)

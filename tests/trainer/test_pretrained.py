@@ -809,7 +809,7 @@ def test_run_goes_on_with_its_copy_of_the_tokenizer(model, tmp_path):
     for name in ("train", "val"):
         (text / f"{name}.txt").write_text("<1> <2> <3> <4> " * 20)
     config = with_tokenizer(make_config(model, run_dir=tmp_path / "run"))
-    data = dataclasses.replace(config.data, path=text, cache=tmp_path / "tokens")
+    data = dataclasses.replace(config.data, path=(text,), cache=tmp_path / "tokens")
     config = dataclasses.replace(config, data=data)
     opened = TASKS["gpt"].open_data(config, st.Layout("contiguous", 1))
     kept = config.run_dir / "pretrained" / "tokenizer.json"
@@ -857,7 +857,7 @@ def test_run_begins_with_the_pretrained_weights_and_is_exported(model, tmp_path)
     config = make_config(model, steps=2, devices=1, run_dir=tmp_path / "run", tensorboard=False)
     config = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, path=tmp_path / "data"),
+        data=dataclasses.replace(config.data, path=(tmp_path / "data",)),
         batch_size=1,
         validation_sequences=1,
         optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-2),

@@ -30,7 +30,7 @@ def test_config_survives(config, tmp_path):
     others = replace(
         config,
         model=replace(config.model, rope=rope, windows=(512, "none"), dtype="bfloat16"),
-        data=DataConfig(path=Path("some/ä.jsonl"), end_of_document=7, mask_documents=False),
+        data=DataConfig(path=(Path("some/ä.jsonl"),), end_of_document=7, mask_documents=False),
         mesh=MeshConfig(data=2, team=1),
         **dict(zero=3, zero_axes=("ring", "team"), profile=(10, 12), tile=512),
     )
@@ -126,6 +126,17 @@ def test_loss_of_an_older_file_has_another_name(config, tmp_path, former, loss):
     change(values, {"data": {"loss": None, "loss_on": former}})
     path.write_text(json.dumps(values))
     assert load_config(GPTTrainConfig, path).data == replace(config.data, loss=loss)
+
+
+@pytest.mark.parametrize("former", ["a.jsonl", None])
+def test_data_of_an_older_file_have_one_path_or_none(config, tmp_path, former):
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    values = json.loads(path.read_text())
+    change(values, {"data": {"path": former}})
+    path.write_text(json.dumps(values))
+    paths = () if former is None else (Path(former),)
+    assert load_config(GPTTrainConfig, path).data == replace(config.data, path=paths)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trainer.data.files import find_files
 from trainer.errors import MissingPackageError
 from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig
-from trainer.gpt.corpus import open_corpus
+from trainer.gpt.corpus import open_corpora
 
 ROWS = [{"text": f"the {i}th text, ünd ß" * (i % 3), "id": i} for i in range(600)]
 ENDINGS = {"jsonl": "jsonl", "parquet": "parquet", "stream": "arrow", "file": "arrow"}
@@ -37,7 +37,8 @@ def write(path, rows, form):
 
 
 def of(path, **changes):
-    return open_corpus(DataConfig(path=path, **changes), vocab_size=256)
+    (opened,) = open_corpora(DataConfig(path=(path,), **changes), vocab_size=256)
+    return opened
 
 
 @pytest.mark.quick
@@ -84,9 +85,9 @@ def test_conversations_in_rows_are_those_in_lines(form, tmp_path):
         held_out = write(tmp_path / f"val.{ENDINGS[x]}", CHATS[:2], x)
         path = write(tmp_path / f"chats.{ENDINGS[x]}", CHATS, x)
         config = DataConfig(
-            path=path, validation_path=held_out, tokenizer=tokenizer, loss="answers"
+            path=(path,), validation_path=held_out, tokenizer=tokenizer, loss="answers"
         )
-        data = open_examples(
+        (data,) = open_examples(
             config, Layout("contiguous", 1), vocab_size=256, seq_len=200, cache=tmp_path / "cache"
         )
         parts.append(data.train[0])

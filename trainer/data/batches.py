@@ -67,7 +67,7 @@ class Feed(Generic[Batch]):
         self.description: BatchDescription | None = None
         """What batches hold that differ in their tokens; None if they do not differ."""
         if parts is not None and data.documents is not None:
-            self.description = parts.describe(data.documents.lengths, seed=seed)
+            self.description = parts.describe(data.documents, seed=seed)
         if groups is not None:
             self.description = _describe_groups(groups, shape[0])
             _, firsts = np.unique(groups.train, return_index=True)

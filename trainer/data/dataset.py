@@ -54,6 +54,11 @@ class Documents(Protocol):
         """Number of tokens of each document, as the model reads them: integers [documents]."""
         ...
 
+    def epochs(self, seed: int) -> Callable[[int], Any] | None:
+        """(number of an epoch) -> the numbers of its documents, in order: as many in each epoch.
+        None for all documents, shuffled."""
+        ...
+
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> Any:
         """Rows of documents and padding, in natural order: a tree of arrays [rows, length, ...]."""
         ...

@@ -19,6 +19,7 @@ from jaxtyping import Int64
 
 from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset, Source
+from trainer.data.mixture import Mixture
 from trainer.data.parts import PartBatch, Parts
 
 # Number of threads that read, and of batches that they read ahead: enough to hide a slow disk
@@ -70,10 +71,10 @@ class TrainingBatches(Iterator[Batch]):
         if tokens is not None:
             self._order["tokens"] = tokens
         if groups is None:
-            order = _shuffled(source, seed)
+            example = _endless(source, seed)
 
             def examples(step: int) -> list[Any]:
-                return [order[step * batch_size + row] for row in rows]
+                return [example(step * batch_size + row) for row in rows]
         else:
             in_groups = GroupOrder(groups, batch_size=batch_size, seed=seed)
 
@@ -103,6 +104,19 @@ class TrainingBatches(Iterator[Batch]):
     def close(self) -> None:
         """Ends the reading threads."""
         self._iterator.close()
+
+
+def _endless(source: Source, seed: int) -> Callable[[int], Any]:
+    """The example of a row of a run, by its number."""
+    if not isinstance(source, Mixture):
+        return _shuffled(source, seed).__getitem__
+    orders = [_shuffled(x, (seed, number)) for number, x in enumerate(source.sources)]
+
+    def example(row: int) -> Any:
+        number, before = source.place(row)
+        return orders[number][before]
+
+    return example
 
 
 def _shuffled(source: Any, seed: int | Sequence[int]) -> grain.MapDataset[Any]:
@@ -167,7 +181,7 @@ class PartBatches(Iterator[PartBatch]):
         """Starts at the first batch."""
         assert data.documents is not None, "the task opens them where config.whole_documents"
         self._parts, self._documents = parts, data.documents
-        self._stream = parts.stream(data.documents.lengths, seed=seed)
+        self._stream = parts.stream(data.documents, seed=seed)
         own = {"content": data.digest, "tokens": data.tokens}
         self._order = {name: value for name, value in own.items() if value is not None}
         self._position = self._stream.get_state()
@@ -235,12 +249,14 @@ def validation_batches(
 ) -> list[Batch]:
     """Batches of `count` examples or some more, spread evenly over a source; always the same ones.
 
-    If the source has fewer, each is there once. The last batch of a group is filled up. `rows` are
-    those of each batch to read, as `local_rows` returns them; None for all.
+    If the source has fewer, each is there once; of a mixture, each source has its share, and small
+    ones may be there more often. The last batch of a group is filled up. `rows` are those of each
+    batch to read, as `local_rows` returns them; None for all.
     """
     rows = range(batch_size) if rows is None else rows
     used = min(-(-min(count, len(source)) // batch_size) * batch_size, len(source))
-    chosen = np.arange(used) * len(source) // used
+    is_mixed = isinstance(source, Mixture)
+    chosen = source.spread(used) if is_mixed else np.arange(used) * len(source) // used
     of_chosen = np.zeros_like(chosen) if groups is None else groups[chosen]
     batches = []
     for group in np.unique(of_chosen):

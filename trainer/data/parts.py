@@ -87,9 +87,10 @@ class Parts:
         """D: devices that have tokens of their own."""
         return len(self.splits[0].places)
 
-    def describe(self, lengths: np.ndarray, *, seed: int) -> BatchDescription:
+    def describe(self, documents: Documents, *, seed: int) -> BatchDescription:
         """What the first batches of a run hold."""
-        steps = list(itertools.islice(self.stream(lengths, seed=seed), DESCRIBED))
+        lengths = documents.lengths
+        steps = list(itertools.islice(self.stream(documents, seed=seed), DESCRIBED))
         held = summary(steps, lengths, self.devices, share=self.share, cost=self.cost)
         read = lengths[[x for step in steps for part in step for row in part.rows for x in row]]
         total = sum(held.parts.values())
@@ -120,11 +121,12 @@ class Parts:
         count = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
         return PartBatch(jax.tree.map(part, rows), split, count)
 
-    def stream(self, lengths: np.ndarray, *, seed: int) -> PartStream:
-        """The parts of all batches of documents of these lengths."""
+    def stream(self, documents: Documents, *, seed: int) -> PartStream:
+        """The parts of all batches of documents."""
         return PartStream(
-            lengths,
+            documents.lengths,
             self.devices,
+            epochs=documents.epochs(seed),
             share=self.share,
             parts_per_step=self.most,
             window=self.draw,

@@ -23,8 +23,8 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
 
         return Denoising(config)
 
-    def inputs(self, config: DiTTrainConfig) -> dict[str, Path | None]:
-        return {"data.path": config.data.path}
+    def inputs(self, config: DiTTrainConfig) -> list[tuple[str, Path | None]]:
+        return [("data.path", config.data.path)]
 
     def open_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
         from trainer.dit.batches import image_batch

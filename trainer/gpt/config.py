@@ -426,11 +426,15 @@ def _of_layers(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:
 class DataConfig:
     """Data to train on, and how documents become sequences."""
 
-    path: Path | None = None
+    path: tuple[Path, ...] = ()
     """A text file, a *.jsonl file (either also as *.gz), a table in *.parquet or *.arrow, a *.bin
     or *.npy file of tokens, or a folder of such files, all of one kind. Files and folders named val
-    or test, among other usual names, are held out (docs/train.md). The default is the source code
-    of the Python standard library."""
+    or test, among other usual names, are held out (docs/train.md). Several paths are mixed, as
+    `weights` says. The default is the source code of the Python standard library."""
+    weights: tuple[float, ...] = ()
+    """Weight of each path: its share of the rows of every run of rows, to the row, or with
+    `batches="documents"` its share of the tokens. They need not add up to 1. By default, all paths
+    have the same weight. A path is read again, in another order, once it ends."""
     tokenizer: Path | None = None
     """A Hugging Face tokenizer.json for text. By default, every byte of UTF-8 is a token."""
     text_key: str = "text"
@@ -489,16 +493,31 @@ class DataConfig:
 
     @staticmethod
     def of_older_file(values: dict[str, Any]) -> dict[str, Any]:
-        """The settings of a config.json with another name for `loss`."""
+        """The settings of a config.json with one path, or with another name for `loss`."""
         former = {"all": None, "completion": "answers"}
+        if isinstance(path := values.get("path", ()), str | None):
+            values = {**values, "path": [] if path is None else [path]}
         if values.get("loss_on") not in former:
             return values
         others = {name: x for name, x in values.items() if name != "loss_on"}
         return {**others, "loss": former[values["loss_on"]]}
 
     def __post_init__(self) -> None:
-        for name in ("path", "validation_path", "tokenizer", "chat_template"):
+        for path in self.path:
+            check_on_disk("data.path", path)
+        for name in ("validation_path", "tokenizer", "chat_template"):
             check_on_disk(f"data.{name}", getattr(self, name))
+        if self.weights and len(self.weights) != max(len(self.path), 1):
+            raise InputError(
+                "data.weights must have one weight for each path; got "
+                f"{len(self.weights)} for {len(self.path)} paths. Give one for each, or leave them "
+                "out for equal shares."
+            )
+        if not all(0 < x < math.inf for x in self.weights):
+            raise InputError(
+                "data.weights must be above 0, and finite; got "
+                f"{' '.join(map(str, self.weights))}. Leave out a path that is not trained on."
+            )
         check_folder("data.cache", self.cache or Path())
         way_out, fraction = "Use 0.05, or give --data.validation-path.", self.validation_fraction
         check_range("data.validation_fraction", fraction, "above 0 and below 1", way_out)

@@ -17,8 +17,10 @@ there is a folder to cache them in. Nothing here depends on the seed, the hosts 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -105,8 +107,24 @@ class Corpus:
     """Tokens that end an answer of a conversation, at which samples stop."""
 
 
-def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = None) -> Corpus:
-    """Opens what `config` names; by default, the source of the Python standard library. Tokens of
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """The files of one path."""
+
+    files: Files
+    """Files to train on, and to hold out from if there is no `validation`."""
+    validation: Files | None
+    """Files that are held out; None if a fraction of `files` is."""
+
+    @property
+    def holds_tokens(self) -> bool:
+        return self.files.kind in TOKEN_KINDS
+
+
+def open_corpora(
+    config: DataConfig, *, vocab_size: int, cache: Path | None = None
+) -> tuple[Corpus, ...]:
+    """Opens each path of `config`; by default, the source of the Python standard library. Tokens of
     text are kept in `config.cache`, else in the folder `cache`, else in memory."""
     end = config.end_of_document
     if end is not None and end >= vocab_size:
@@ -114,38 +132,62 @@ def open_corpus(config: DataConfig, *, vocab_size: int, cache: Path | None = Non
             "data.end_of_document must be below model.vocab_size; got "
             f"end_of_document={end}, vocab_size={vocab_size}. Use --model.vocab-size {end + 1}."
         )
-    files, validation = find_parts(config)
-    check_effects(config, files, validation)
-    if files.kind in TOKEN_KINDS:
-        return _open_tokens(files, validation, config, vocab_size)
+    inputs = find_inputs(config)
+    check_effects(config, inputs)
+    if inputs[0].holds_tokens:
+        return tuple(_open_tokens(x.files, x.validation, config, vocab_size) for x in inputs)
     check_bytes(config, vocab_size)
     folder = config.cache or (cache if config.tokenizer else None)
-    text = open_text(files, validation, config, vocab_size)
-    return _open_text(text, folder, vocab_size)
+    texts = (open_text(x.files, x.validation, config, vocab_size) for x in inputs)
+    return tuple(_open_text(text, folder, vocab_size) for text in texts)
 
 
-def find_parts(config: DataConfig) -> tuple[Files, Files | None]:
-    """The files to train on, and those to hold out if they are files of their own."""
-    path = config.path
-    files = standard_library() if path is None else find_files(path, "data.path")
+def find_inputs(config: DataConfig) -> tuple[Input, ...]:
+    """The files of each path."""
+    found = [find_files(path, "data.path") for path in config.path] or [standard_library()]
+    _check_alike(found)
     if config.validation_path is None:
-        return files, files.validation
-    found = find_files(config.validation_path, "data.validation_path")
-    validation = found.validation or found
-    if (validation.kind in TOKEN_KINDS) != (files.kind in TOKEN_KINDS):
+        return tuple(Input(files=files, validation=files.validation) for files in found)
+    held_out = find_files(config.validation_path, "data.validation_path")
+    held_out = held_out.validation or held_out
+    if (held_out.kind in TOKEN_KINDS) != (found[0].kind in TOKEN_KINDS):
         raise InputError(
             "data.validation_path must be tokens if data.path is, and text otherwise; got "
-            f"{validation.kind} for {validation.name!r} and {files.kind} for {files.name!r}. "
+            f"{held_out.kind} for {held_out.name!r} and {found[0].kind} for {found[0].name!r}. "
             "Give both in the same form."
         )
-    return without(files, validation), validation
+    return tuple(Input(files=without(files, held_out), validation=held_out) for files in found)
 
 
-def check_effects(
-    config: DataConfig, files: Files, validation: Files | None, *, examples: bool = False
-) -> None:
+def _check_alike(found: Sequence[Files]) -> None:
+    """Raises if some paths hold tokens and others text, or if two paths hold the same file, part of
+    which one of them could hold out and the other train on."""
+    first, *others = found
+    for files in others:
+        if (files.kind in TOKEN_KINDS) != (first.kind in TOKEN_KINDS):
+            raise InputError(
+                "All of data.path must be tokens, or all text; got "
+                f"{first.kind} for {first.name!r} and {files.kind} for {files.name!r}. Turn the "
+                "text into tokens (python -m trainer.gpt.tokenize), or give text for all."
+            )
+    paths: dict[str, str] = {}
+    for files in found:
+        held_out = {} if files.validation is None else files.validation.paths
+        real = {os.path.realpath(x) for x in (*files.paths.values(), *held_out.values())}
+        if common := sorted(real & paths.keys()):
+            raise InputError(
+                "A file must be in one path of data.path alone; got "
+                f"{common[0]!r} in {paths[common[0]]!r} and {files.name!r}. Leave it out of one of "
+                "them; data.weights says how often each is read."
+            )
+        paths |= dict.fromkeys(real, files.name)
+
+
+def check_effects(config: DataConfig, inputs: Sequence[Input], *, examples: bool = False) -> None:
     """Raises if an option is set that has no effect on these data, which may be `examples`."""
-    kinds = {files.kind, files.kind if validation is None else validation.kind}
+    validation = inputs[0].validation
+    files = [x.files for x in inputs] + [x.validation for x in inputs if x.validation is not None]
+    kinds = {x.kind for x in files}
     idle = {
         "bin_dtype": "bin" not in kinds,
         "text_key": kinds.isdisjoint(RECORD_KINDS) or examples,
@@ -156,7 +198,7 @@ def check_effects(
         "begin_of_document": config.begin_of_document != config.end_of_document
         if kinds <= set(TOKEN_KINDS)
         else config.tokenizer is None,
-        "validation_fraction": validation is not None,
+        "validation_fraction": all(x.validation is not None for x in inputs),
         "cache": kinds <= set(TOKEN_KINDS),
         "end_of_document": kinds <= set(TOKEN_KINDS) and not config.mask_documents,
     }
@@ -165,7 +207,7 @@ def check_effects(
         if idle.get(name) and value != default:
             raise InputError(
                 f"data.{name} must be left out where it has no effect; got {name}={value!r} for "
-                f"{files.kind} data, "
+                f"{' and '.join(sorted(kinds))} data, "
                 f"{'no files' if validation is None else validation.name} to hold out, "
                 f"mask_documents={config.mask_documents}, loss={config.loss!r}. Leave it out."
             )
@@ -229,8 +271,8 @@ def _open_tokens(
 def check_bytes(config: DataConfig, vocab_size: int) -> None:
     """Raises ValueError if the tokens of text are bytes and the model has a vocabulary of words."""
     if config.tokenizer is None and vocab_size > MOST_FOR_BYTES:
-        data = "Python's standard library" if config.path is None else repr(str(config.path))
-        use = "--data.path and --data.tokenizer" if config.path is None else "--data.tokenizer"
+        data = ", ".join(repr(str(x)) for x in config.path) or "Python's standard library"
+        use = "--data.tokenizer" if config.path else "--data.path and --data.tokenizer"
         raise InputError(
             f"Without data.tokenizer, tokens are bytes; got {data} and "
             f"model.vocab_size={vocab_size}. Give {use}, or use --model.vocab-size 256."
@@ -274,6 +316,22 @@ def _open_text(text: Text, cache: Path | None, vocab_size: int) -> Corpus:
         ),
         digest=text.digest,
         tokens=parts[0].sha256,
+    )
+
+
+def joined(corpora: Sequence[Corpus], weights: Sequence[Fraction]) -> Corpus:
+    """The streams of several paths, in their order, which are mixed by their weights."""
+    first = corpora[0]
+    digests = " ".join(f"{x.digest} {w}" for x, w in zip(corpora, weights, strict=True))
+    tokens = " ".join(x.tokens or "" for x in corpora)
+    return replace(
+        first,
+        train=tuple(stream for x in corpora for stream in x.train),
+        held_out=tuple(stream for x in corpora for stream in x.held_out),
+        description="\n".join(x.description for x in corpora),
+        digest=hashlib.sha256(digests.encode()).hexdigest()[:16],
+        tokens=hashlib.sha256(tokens.encode()).hexdigest() if first.tokens else None,
+        stops=tuple(sorted({stop for x in corpora for stop in x.stops})),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from jaxtyping import Int32, Int64, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
+from trainer.data.mixture import mixed_epochs
 from trainer.gpt.batches import PADDING, TokenBatch
 from trainer.gpt.corpus import Stream
 
@@ -31,6 +33,12 @@ class TokenDocuments:
     read: Callable[[int], tuple[Int32[np.ndarray, " length"], Any]]
     """Returns the n + 1 tokens of a document by its number, and whether the loss counts each of
     them as a target: an array, or True for all."""
+    mixed: Callable[[int], Callable[[int], Int64[np.ndarray, " drawn"]]] | None = None
+    """(seed) -> `Documents.epochs`, if they are of several sources."""
+
+    def epochs(self, seed: int) -> Callable[[int], Int64[np.ndarray, " drawn"]] | None:
+        """As `Documents.epochs`."""
+        return None if self.mixed is None else self.mixed(seed)
 
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> TokenBatch:
         """Rows of documents and padding, in natural order."""
@@ -54,6 +62,24 @@ class TokenDocuments:
                 segment_ids[here] = segment
                 batch.weights[here] = counted if counted is True else counted[1:]
         return batch
+
+
+def mixed_documents(
+    several: Sequence[TokenDocuments], weights: Sequence[Fraction]
+) -> TokenDocuments:
+    """The documents of several sources, drawn by their weights."""
+    lengths = [x.lengths for x in several]
+    ends = np.cumsum([len(x) for x in lengths])
+
+    def read(number: int) -> tuple[Int32[np.ndarray, " length"], Any]:
+        source = int(np.searchsorted(ends, number, side="right"))
+        return several[source].read(number - int(ends[source] - len(lengths[source])))
+
+    return TokenDocuments(
+        lengths=np.concatenate(lengths),
+        read=read,
+        mixed=lambda seed: mixed_epochs(lengths, weights, seed),
+    )
 
 
 def text_documents(

@@ -76,7 +76,7 @@ def tokenizer_of_run(
     if copy := kept_tokenizer(path, config, run_dir):
         note(f"tokenizer: {copy}, as {path} is gone")
     data = dataclasses.replace(config.data, tokenizer=copy or path)
-    tokens = data.path is not None and holds_tokens(data.path, "data.path")
+    tokens = bool(data.path) and holds_tokens(data.path[0], "data.path")
     if not config.steps and path is None and not tokens:
         require_bytes(run_dir / KEPT_FOLDER, config.model.vocab_size, "--tokenizer")
     return open_tokenizer(data, vocab_size=config.model.vocab_size)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,73 +66,21 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
         return NextToken(config)
 
-    def inputs(self, config: GPTTrainConfig) -> dict[str, Path | None]:
+    def inputs(self, config: GPTTrainConfig) -> list[tuple[str, Path | None]]:
         # A run has a copy of some tokenizers.
-        names = ("path", "validation_path", "chat_template")
-        return {f"data.{name}": getattr(config.data, name) for name in names}
+        names = ("validation_path", "chat_template")
+        others = [(f"data.{name}", getattr(config.data, name)) for name in names]
+        return [*(("data.path", path) for path in config.data.path), *others]
 
     def open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
+        from trainer.gpt.dataset import open_dataset
+
         path, remark = config.data.tokenizer, ""
         if copy := kept_tokenizer(path, config, config.run_dir):
             config = replace(config, data=replace(config.data, tokenizer=copy))
             remark += f"; tokenizer: {copy}, as {path} is gone"
-        data: Any = self._open_data(config, layout)
+        data = open_dataset(config, layout)
         return replace(data, description=data.description + remark)
-
-    def _open_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
-        from trainer.gpt.batches import Sequences, TextDataset, collate
-        from trainer.gpt.chat.forms import has_examples
-        from trainer.gpt.corpus import open_corpus
-        from trainer.gpt.documents import first_lengths, hint, text_documents
-
-        # Beside the run, so that the next run finds the tokens too.
-        data, cache = config.data, config.run_dir.parent / "tokens"
-        if has_examples(data):
-            from trainer.gpt.chat.corpus import open_examples
-
-            sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.seq_len}
-            return open_examples(data, layout, cache=cache, **sizes)
-        corpus = open_corpus(data, vocab_size=config.model.vocab_size, cache=cache)
-        end = corpus.end_of_document if data.mask_documents else None
-        begins_too = end is not None and end == data.begin_of_document
-        train, held_out = (Sequences(x, config.seq_len) for x in (corpus.train, corpus.held_out))
-        description = corpus.description
-        if train.left_out > config.seq_len and not config.whole_documents:
-            description += (
-                f"; {train.left_out:,} {corpus.unit}s are not trained on, as they fill no sequence "
-                f"of --seq-len {config.seq_len} in their file"
-            )
-        if held_out.is_filled:
-            description += f"; held-out sequences are filled up to --seq-len {config.seq_len}"
-        documents = None
-        if config.whole_documents:
-            documents = text_documents(corpus.train, end, config.seq_len, begins_too=begins_too)
-        elif data.mask_documents:
-            lengths = first_lengths(corpus.train[0], end, config.seq_len, begins_too=begins_too)
-            description += hint(lengths, config.seq_len, layout)
-        if documents is None and train.is_filled:
-            longest = max(map(len, corpus.train))
-            warnings.warn(
-                f"What there is to train on is shorter than a sequence: at most {longest:,} "
-                f"{corpus.unit}s in one place, with --seq-len {config.seq_len}. Sequences are "
-                "filled up with padding, which takes time and memory and teaches nothing. Use more "
-                f"data, or --seq-len {longest - 1}.",
-                stacklevel=2,
-            )
-        return TextDataset.of(
-            corpus,
-            train=train,
-            held_out=held_out,
-            documents=documents,
-            collate=partial(
-                collate,
-                layout=layout,
-                end_of_document=end,
-                begins_too=begins_too,
-                longest=data.longest_document,
-            ),
-            description=description,
-        )
 
     def initial_weights(
         self, config: GPTTrainConfig, weights: Any

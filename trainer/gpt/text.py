@@ -56,7 +56,7 @@ Tokenizer = ByteTokenizer | FileTokenizer | IdTokenizer
 def open_tokenizer(config: DataConfig, *, vocab_size: int) -> Tokenizer:
     """The tokenizer of the data of a run; the data themselves may be gone."""
     path = config.path
-    if config.tokenizer is None and path is not None and holds_tokens(path, "data.path"):
+    if config.tokenizer is None and path and holds_tokens(path[0], "data.path"):
         return IdTokenizer(end_of_document=config.end_of_document)
     return text_tokenizer(config, vocab_size=vocab_size)
 

@@ -25,9 +25,8 @@ import tyro
 
 from startrail_jax.errors import InputError
 from trainer.data.cache import check_new, write_folder
-from trainer.data.files import TOKEN_KINDS
 from trainer.gpt.config import DataConfig
-from trainer.gpt.corpus import check_effects, find_parts, open_text
+from trainer.gpt.corpus import check_effects, find_inputs, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.printable import printable, say
@@ -68,15 +67,16 @@ def tokenize(options: TokenizeOptions) -> str:
     """
     check_new("OUT", options.out)
     settings = {x: value for x, value in vars(options).items() if x not in ("text", "out")}
-    config = DataConfig(path=options.text, **settings)
-    files, validation = find_parts(config)
-    if files.kind in TOKEN_KINDS:
+    config = DataConfig(path=(options.text,), **settings)
+    (found,) = inputs = find_inputs(config)
+    files = found.files
+    if found.holds_tokens:
         raise InputError(
             f"IN must be text; got {files.kind} files in {files.name!r}. They hold tokens already: "
             f"give them to train.py as --data.path {files.name}."
         )
-    check_effects(config, files, validation)
-    text = open_text(files, validation, config, ANY_VOCABULARY)
+    check_effects(config, inputs)
+    text = open_text(files, found.validation, config, ANY_VOCABULARY)
     write_folder(options.out, lambda part: encode_to_folder(text, part), option="OUT")
     train, held_out = read_encoded(options.out)
     say(

@@ -121,7 +121,7 @@ def flag_value(value: Any) -> str:
     """The value of a setting as it is given on the command line."""
     if isinstance(value, Path):
         return text_of(value)
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return " ".join(map(flag_value, value)) if isinstance(value, tuple) else str(value)
 
 
 def config_of(run_dir: Path, name: str) -> Path:
@@ -142,11 +142,9 @@ def config_of(run_dir: Path, name: str) -> Path:
 def result_flags(config: TrainConfig) -> dict[str, str]:
     """The settings that the result of a run depends on, as flags, by their names. Paths are left
     out: a folder of data may move, and what it holds is compared by itself."""
-    return {
-        name: flag_text(name, value)
-        for name, value in _fixed_settings(config).items()
-        if not isinstance(value, Path)
-    }
+    paths = names_of_paths(config)
+    fixed = _fixed_settings(config)
+    return {name: flag_text(name, value) for name, value in fixed.items() if name not in paths}
 
 
 def _fixed_settings(config: TrainConfig) -> dict[str, Any]:

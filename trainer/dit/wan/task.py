@@ -75,8 +75,8 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
 
         return VideoFlow(config)
 
-    def inputs(self, config: WanTrainConfig) -> dict[str, Path | None]:
-        return {"data.path": config.data.path}
+    def inputs(self, config: WanTrainConfig) -> list[tuple[str, Path | None]]:
+        return [("data.path", config.data.path)]
 
     def open_data(self, config: WanTrainConfig, layout: Any) -> Dataset:
         from trainer.dit.wan.batches import clip_batch

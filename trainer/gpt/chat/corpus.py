@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from trainer.gpt.corpus import (
     check_bytes,
     check_effects,
     described,
-    find_parts,
+    find_inputs,
     open_text,
 )
 from trainer.gpt.documents import hint
@@ -49,7 +49,7 @@ from trainer.gpt.encoding import (
 from trainer.gpt.tokenizer import FileTokenizer, beginning_of
 
 # Changes when the same examples give other files than before.
-FORMAT = 4
+FORMAT = 5
 # Changes when the same examples give other tokens, or others count.
 DIGEST = 1
 PARTS = ("train", "val")
@@ -64,18 +64,12 @@ class Ends:
 
     ends: list[str]
     """The special tokens that end an answer of a conversation."""
-    stops: list[str]
-    """Those of them that stand nowhere else in an answer, so that a sample may stop there."""
+    within: list[str]
+    """The special tokens that stand elsewhere in an answer."""
     has_completions: bool
     """Whether some examples are completions, which end as documents do."""
     is_open: bool
     """Whether an answer of a conversation ends with a text that is no special token."""
-
-    def stops_of(self, tokenizer: TextTokenizer) -> tuple[int, ...]:
-        """The ids of `stops`."""
-        if not isinstance(tokenizer, FileTokenizer):
-            return ()
-        return tuple(tokenizer.id_of(x) for x in self.stops)
 
     def description(self, tokenizer: TextTokenizer) -> str:
         """A part of the line of the log."""
@@ -90,7 +84,7 @@ class Ends:
                 "some answers of conversations end with a text that is no single token, at which "
                 "samples do not stop"
             )
-        if inner := sorted({*self.ends}.difference(self.stops)):
+        if inner := sorted({*self.ends}.intersection(self.within)):
             names = ", ".join(map(repr, inner))
             parts.append(f"samples do not stop at {names}, which stands within answers too")
         return "; ".join(parts)
@@ -98,27 +92,56 @@ class Ends:
 
 def open_examples(
     config: DataConfig, layout: Layout, *, vocab_size: int, seq_len: int, cache: Path
-) -> TextDataset:
-    """Opens the JSONL files or tables of a config whose data are examples. Tokens that a
+) -> tuple[TextDataset, ...]:
+    """Opens each path of a config whose data are examples, in JSONL files or tables. Tokens that a
     tokenizer makes of text are kept in `config.cache`, or else in `cache`."""
-    files, validation = find_parts(config)
-    check_effects(config, files, validation, examples=True)
-    for found in filter(None, (files, validation)):
-        if found.kind not in RECORD_KINDS:
+    inputs = find_inputs(config)
+    check_effects(config, inputs, examples=True)
+    for found in (x for both in inputs for x in (both.files, both.validation)):
+        if found is not None and found.kind not in RECORD_KINDS:
             raise InputError(
                 f"With data.loss={config.loss!r} the data must be JSONL or tables; got "
                 f"{found.kind} files in {found.name!r}. Give *.jsonl, *.parquet or *.arrow files "
                 "(--data.path), or leave out --data.loss."
             )
     check_bytes(config, vocab_size)
-    text = open_text(files, validation, config, vocab_size)
     template, folder = None, config.cache
     if config.tokenizer is not None:
         template = ChatTemplate.find(config.tokenizer, config.chat_template)
         folder = folder or cache
-    parts, tokens, ends = _encode_examples(text, template, folder)
-    if isinstance(text.tokenizer, FileTokenizer):
-        _check_beginning(parts, config, text.tokenizer)
+    texts = [open_text(x.files, x.validation, config, vocab_size) for x in inputs]
+    encoded = [_encode_examples(text, template, folder) for text in texts]
+    tokenizer = texts[0].tokenizer
+    if isinstance(tokenizer, FileTokenizer):
+        _check_beginning([part for x in encoded for part in x.parts], config, tokenizer)
+    stops = _stops([x.ends for x in encoded], tokenizer)
+    return tuple(
+        _open_encoded(text, found, template, layout, stops, vocab_size=vocab_size, seq_len=seq_len)
+        for text, found in zip(texts, encoded, strict=True)
+    )
+
+
+def _stops(several: Sequence[Ends], tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """The tokens that end answers and stand within none, so that a sample may stop there."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return ()
+    ends, within = {x for y in several for x in y.ends}, {x for y in several for x in y.within}
+    return tuple(tokenizer.id_of(x) for x in sorted(ends - within))
+
+
+def _open_encoded(
+    text: Text,
+    encoded: _Encoded,
+    template: ChatTemplate | None,
+    layout: Layout,
+    stops: tuple[int, ...],
+    *,
+    vocab_size: int,
+    seq_len: int,
+) -> TextDataset:
+    """The rows of the examples of a path."""
+    config, (parts, tokens, ends) = text.config, encoded
+    files, validation = text.files, text.validation
     sources = (files, validation or files)
     rows, streams, counts = [], [], []
     longest = config.longest_document
@@ -143,7 +166,7 @@ def open_examples(
         + (hint(rows[0].lengths, seq_len, layout) if in_rows else ""),
         digest=_hash([DIGEST, text.digest], template)[:16],
         tokens=tokens,
-        stops=ends.stops_of(tokenizer),
+        stops=stops,
     )
     collate = partial(collate_rows, layout=layout, mask_documents=config.mask_documents)
     return TextDataset.of(
@@ -151,10 +174,18 @@ def open_examples(
     )
 
 
-def _encode_examples(
-    text: Text, template: ChatTemplate | None, cache: Path | None
-) -> tuple[list[EncodedExamples], str, Ends]:
-    """The examples to train on and those held out, a hash of the former, and how answers end."""
+class _Encoded(NamedTuple):
+    """The examples of a path."""
+
+    parts: list[EncodedExamples]
+    """Those to train on, and those held out."""
+    tokens: str
+    """A hash of the former."""
+    ends: Ends
+
+
+def _encode_examples(text: Text, template: ChatTemplate | None, cache: Path | None) -> _Encoded:
+    """The tokens of the examples of a path."""
     key = _hash([FORMAT, text.key, text.config.messages, text.config.loss], template)[:32]
     with filled_folder(cache, key, lambda x: _write(text, template, x)) as (folder, sums):
         parts = [
@@ -163,7 +194,7 @@ def _encode_examples(
         ]
         ends = Ends(**json.loads((folder / ENDS_FILE).read_text(encoding="utf-8")))
     train = " ".join(sums[f"{PARTS[0]}.{vector}.npy"] for vector in VECTORS)
-    return parts, hashlib.sha256(train.encode()).hexdigest(), ends
+    return _Encoded(parts, hashlib.sha256(train.encode()).hexdigest(), ends)
 
 
 def _hash(text: list[Any], template: ChatTemplate | None) -> str:
@@ -204,7 +235,7 @@ def _write(text: Text, template: ChatTemplate | None, folder: Path) -> None:
                     ends |= example.conversation.ends
                     within |= example.conversation.within
                     is_open |= example.conversation.is_open
-    answers = {"ends": sorted(ends), "stops": sorted(ends - within)}
+    answers = {"ends": sorted(ends), "within": sorted(within)}
     answers |= {"has_completions": has_completions, "is_open": is_open}
     (folder / ENDS_FILE).write_text(json.dumps(answers), encoding="utf-8")
     counts = [writers[part]["ends"].length for part in PARTS]

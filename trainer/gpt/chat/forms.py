@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
@@ -30,14 +31,27 @@ CALL = "function_call"
 
 
 def has_examples(config: DataConfig) -> bool:
-    """Whether data are conversations or completions. With a loss on all tokens, their first record
-    says so, if it has no text."""
-    if config.loss != "all" or config.path is None:
+    """Whether data are conversations or completions. With a loss on all tokens, the first record of
+    each path says so, if it has no text."""
+    if config.loss != "all" or not config.path:
         return config.loss in ("answers", "last")
+    of_paths = {path: _are_examples(path, config) for path in config.path}
+    first, *others = of_paths
+    if differing := [x for x in others if of_paths[x] != of_paths[first]]:
+        texts, talks = sorted((first, differing[0]), key=of_paths.__getitem__)
+        raise InputError(
+            "All of data.path must be text, or all conversations and completions; got text in "
+            f"{str(texts)!r} and none in {str(talks)!r}. Train on one of them, or turn the text "
+            "into completions."
+        )
+    return of_paths[first]
+
+
+def _are_examples(path: Path, config: DataConfig) -> bool:
     from trainer.data.documents import read_records  # Not above: `--help` must be fast.
     from trainer.data.files import RECORD_KINDS, find_files
 
-    files = find_files(config.path, "data.path")
+    files = find_files(path, "data.path")
     if files.kind not in RECORD_KINDS:
         return False
     records: Any = read_records(files)

@@ -74,7 +74,7 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
     from trainer.data.files import holds_tokens
 
     data, path = config.data, config.init_from / TOKENIZER
-    if data.path is not None and holds_tokens(data.path, "data.path"):
+    if data.path and holds_tokens(data.path[0], "data.path"):
         inherited = not given and data.tokenizer == path
         return replace(config, data=replace(data, tokenizer=None)) if inherited else config
     if data.tokenizer is not None:
