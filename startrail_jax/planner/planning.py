@@ -199,7 +199,7 @@ class Plan:
                 "nodes or a larger GPU, or leave out flags that restrict the search.",
             ]
         columns = (
-            "=: at most 5% slower than the first, which predictions do not tell apart. waits: "
+            "=: at most 5% slower than the first, too close to call by predictions. waits: "
             "seconds in which a GPU waits for\nmessages. across, inside: bytes that the attentions "
             "of a step send through the ports of a node, and between its GPUs.\nTimes and memory "
             "are predictions: see docs/planner.md."
