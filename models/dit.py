@@ -115,7 +115,7 @@ class DiT(nnx.Module):
         labels: Int32[Array, " B"],
         segment_ids: Int32[Array, "B T"] | None = None,
     ) -> Float[Array, "B T width"]:
-        """What `output` takes: the last layer's output, normalised and modulated.
+        """The input of `output`: the last layer's output, normalised and modulated.
 
         Args:
             patches: noisy patches, in the order that `attention_fn` expects.
@@ -133,7 +133,7 @@ class DiT(nnx.Module):
         return modulate(x, shift, scale)
 
     def output(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
-        """The prediction for each patch, from what `hidden` returns."""
+        """The prediction for each patch, from the result of `hidden`."""
         return self.head(hidden)
 
     def _embed_time(self, time: Float32[Array, " B"]) -> Float32[Array, "B width"]:

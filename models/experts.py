@@ -34,11 +34,11 @@ FILLED = 2
 """Tiles that the mean expert fills, at least (see `tile_rows`). On an H100, a tile of 128 rows of
 Qwen3-30B-A3B took 0.12 ms in both passes, most of it in kernels that larger tiles do not slow."""
 CLAMP, SHARPNESS = 7.0, 1.702
-"""Of the clamped activation: the limit of its inputs, and the factor in its sigmoid."""
+"""For the clamped activation: the limit of its inputs, and the factor in its sigmoid."""
 
 
 class Balance(NamedTuple):
-    """How the tokens of a layer, or of all layers, are shared by the experts."""
+    """Distribution of the tokens of a layer, or of all layers, over the experts."""
 
     load: Float32[Array, " experts"]
     """Tokens of each expert for each token of the batch, over all devices; without gradients."""
@@ -47,16 +47,16 @@ class Balance(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where the tokens of a layer go."""
+    """The experts of the tokens of a layer."""
 
     chosen: Int32[Array, "B T k"]
-    """The experts of each token; of those with equal logits, the first ones."""
+    """The experts of each token; among equal logits, the first."""
     shares: Float32[Array, "B T k"]
-    """What the output of each is multiplied by."""
+    """Factor of the output of each of these experts."""
     auxiliary: Float32[Array, "B T"]
-    """What the layer adds to the loss of each token."""
+    """Auxiliary loss of the layer for each token."""
     balance: Balance
-    """How its tokens are shared by the experts."""
+    """Distribution of the tokens of the layer over the experts."""
     busiest: Float32[Array, ""]
     """Tokens of the busiest expert, over the mean of all experts."""
 
@@ -72,26 +72,26 @@ class ExpertSizes:
     width: int
     """Channels between the projections of an expert."""
     shared_width: int = 0
-    """The same of the expert that all tokens go to; 0 for none."""
+    """Channels between the projections of the shared expert of all tokens; 0 for none."""
     shared_gate: bool = False
-    """Whether the sigmoid of a projection multiplies the output of that expert."""
+    """True if the sigmoid of a projection multiplies the output of the shared expert."""
     activation: Literal["swiglu", "clamped"] = "swiglu"
     """silu(gate) * up, or that of gpt-oss."""
     biases: bool = False
-    """Whether router and experts have biases."""
+    """True if router and experts have biases."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the logits of the router into the shares of all experts."""
+    """Function from the logits of the router to the shares of all experts."""
     normalised: bool = True
-    """Whether the shares of the chosen experts are divided by their sum."""
+    """True if the shares of the chosen experts are divided by their sum."""
     balance_loss: float = 0.0
     """Factor of the balancing loss."""
     balance_over: Literal["layer", "model"] = "layer"
-    """Whether each layer has a balancing loss, or the model one, from the means of `Route.balance`
-    over its layers, which the caller adds."""
+    """With "layer", each layer has a balancing loss. With "model", the caller adds one for the
+    model, from the means of `Route.balance` over its layers."""
     z_loss: float = 0.0
     """Factor of the mean square of the log-sum-exp of the logits."""
     balanced_by_bias: bool = False
-    """Whether a bias of each expert, whose gradient is its load over the mean, is added to the
+    """True if a bias of each expert, whose gradient is its load over the mean, is added to the
     scores by which experts are chosen, and to no share."""
 
 
@@ -191,7 +191,7 @@ class Experts(nnx.Module):
         if self.sizes.z_loss:
             auxiliary += self.sizes.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
         if self.choice_bias is not None:
-            # Adds 0 to the loss, and to the gradient of a bias how much its expert has too much.
+            # Value 0; its gradient is the expert's excess load.
             bias = self.choice_bias[...] - lax.stop_gradient(self.choice_bias[...])
             auxiliary += bias @ (load - jnp.mean(load))
         busiest = jnp.max(load) * self.sizes.count / self.sizes.top_k
@@ -252,7 +252,7 @@ def _expert(
     x: Float[Array, "rows width"],
     shares: Float32[Array, " rows"],
 ) -> Float32[Array, "rows width"]:
-    """What an expert adds to the outputs of its tokens."""
+    """The output of an expert, added to the outputs of its tokens."""
 
     def projected(x: Any, name: str, out_dtype: Any = None) -> Any:
         if f"{name}/a" not in weights:
@@ -277,8 +277,8 @@ def _expert(
 
 
 def tile_rows(assignments: int, experts: int) -> int:
-    """Rows of a tile: a power of two, of which the mean expert fills `FILLED`, where there are so
-    many; at least 8, and at most `MOST_ROWS`."""
+    """Rows of a tile: a power of two, at least 8 and at most `MOST_ROWS`. The mean expert fills
+    `FILLED` tiles if it has enough rows."""
     mean = max(assignments // (FILLED * experts), 1)
     return min(max(1 << (mean.bit_length() - 1), 8), MOST_ROWS)
 
@@ -288,8 +288,8 @@ class Tiles(NamedTuple):
 
     expert: Int32[Array, " tiles"]
     row: Int32[Array, "tiles rows"]
-    """Which assignment of a token to an expert, token * k + choice; token * k beyond the last one
-    for a row without any."""
+    """The assignment of a token to an expert in each row, token * k + choice; tokens * k for an
+    empty row."""
 
 
 def tiles_of(chosen: Int32[Array, "tokens k"], experts: int) -> Tiles:
@@ -332,7 +332,7 @@ def by_group(
             x. Their gradients are added up in float32.
         x: tokens.
         chosen: the experts of each token, each once; a number beyond the last expert for none.
-        shares: what `expert` multiplies by.
+        shares: factors that `expert` applies.
     """
     narrow, tiles = _narrow(weights, x.dtype), tiles_of(chosen, _count(weights))
 
@@ -456,7 +456,7 @@ class _Dispatch:
         return rows, jnp.where(filled, rows // k, tokens)
 
     def sent(self, rows: Array, token: Array, x: Array, shares: Array) -> tuple[Array, ...]:
-        """What this device gets: tokens, their experts among its own, and their shares."""
+        """The rows that this device gets: tokens, their experts among its own, and their shares."""
         options: Any = {"mode": "fill", "fill_value": 0}
         expert = self._chosen.reshape(-1).at[rows].get(**options) % self._experts
         expert = jnp.where(rows < self._chosen.size, expert, self._experts)

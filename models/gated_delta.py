@@ -26,7 +26,7 @@ RULE = "gated_delta"
 
 @runtime_checkable
 class LinearAttentionFn(Protocol):
-    """What a layer calls: a `startrail_jax.LinearAttention`, or anything with its methods."""
+    """The callable of a layer: a `startrail_jax.LinearAttention`, or one with its methods."""
 
     def __call__(
         self, query: Any, key: Any, value: Any, decay: Any, beta: Any, *, segment_ids: Any = None
@@ -44,8 +44,8 @@ Heads = tuple[Array, Array, Array]
 CachedLinearFn = Callable[
     [Array, Array, Callable[[Array], Heads], Array, Array], tuple[Float[Array, "B T N V"], Any]
 ]
-"""(x, kernel, heads_of, decay, beta) -> (out, cache): x [B T channels] is convolved, `heads_of` of
-that is query, key and value, and linear attention of these is the output."""
+"""(x, kernel, heads_of, decay, beta) -> (out, cache): x [B T channels] is convolved, `heads_of`
+splits it into query, key and value, and their linear attention is the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class GatedDeltaSizes:
     largest_beta: float = 1.0
     """Beta is this factor times a sigmoid; 2 allows states that change their sign."""
     norm_eps: float = 1e-6
-    """What the norm of the outputs adds to the mean square."""
+    """Number that the norm of the outputs adds to the mean square."""
 
 
 class GatedDeltaNet(nnx.Module):

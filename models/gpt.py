@@ -55,11 +55,11 @@ from models.rope import Rope
 from startrail_jax.xla.varying import vary, varying_axes
 
 Mixer = GPTAttention | GatedDeltaNet
-"""What a layer mixes tokens with."""
+"""The mixer of a layer."""
 
 
 class Added(NamedTuple):
-    """What layers of experts add to the loss, and how they are balanced."""
+    """Auxiliary losses of the layers of experts, and their balance."""
 
     auxiliary: Float32[Array, "B T"]
     """The sum of the auxiliary losses of all layers, for each token."""
@@ -70,15 +70,15 @@ class Added(NamedTuple):
 
     @classmethod
     def none(cls, x: Float[Array, "B T width"], experts: int) -> Added:
-        """What no layer adds, to which that of each layer is added."""
+        """Zeros, to which the losses of each layer are added."""
         axes = varying_axes(x)
         auxiliary, probability = (vary(jnp.zeros(y), *axes) for y in (x.shape[:2], experts))
         return cls(auxiliary, Balance(jnp.zeros(experts), probability), jnp.zeros(()))
 
     def of_layers(self, count: int, sizes: ExpertSizes) -> Added:
-        """The means of sums over so many layers, with the balancing loss of the model, if it has
-        one: Switch's loss, equation (4), of the means, as in transformers. It is the same number
-        for each token of a device, whose mean probabilities it takes."""
+        """Means over this many layers, from sums, with the balancing loss of the model if it has
+        one: Switch's loss, equation (4), of the means, as in transformers. All tokens of a device
+        get the same number, from the mean probabilities of the device."""
         load, probability = self.balance.load / count, self.balance.probability / count
         auxiliary = self.auxiliary
         if sizes.balance_over == "model":
@@ -129,9 +129,8 @@ class GPT(nnx.Module):
     ) -> None:
         """Builds the model with float32 weights, stacked over layers: [layers, ...].
 
-        Those of layers with attention are in the part `blocks`, those of layers with linear
-        attention in `linear_blocks`, and those of layers of experts in `expert_blocks` and
-        `linear_expert_blocks`.
+        Layers with attention are in the part `blocks`, layers with linear attention in
+        `linear_blocks`, and layers of experts in `expert_blocks` and `linear_expert_blocks`.
 
         Args:
             vocab_size: number of token ids.
@@ -149,14 +148,14 @@ class GPT(nnx.Module):
             qkv_bias: whether the projections to queries, keys and values have a bias.
             out_bias: whether the projection from attention has a bias.
             qk_norm: whether queries and keys are normalised before they are rotated.
-            qk_norm_over: what such a norm takes the mean over: the channels of each head, or those
-                of all heads.
+            qk_norm_over: channels over which such a norm takes the mean: of each head, or of all
+                heads.
             sinks: whether each head has a logit of its own in the denominator of its softmax.
-            norms: whether what attention and MLP take is normalised, what they add to the stream
-                ("after"), or both.
+            norms: whether to normalise the inputs of attention and MLP, their outputs ("after"), or
+                both.
             linear_norms: the same for layers of linear attention; None for `norms`.
             norm_offset: whether a norm multiplies by 1 + its scale.
-            norm_eps: what is added to the mean square in a norm.
+            norm_eps: number added to the mean square in a norm.
             attention_gate: whether a gate multiplies the outputs of attention.
             mixers: "attention" or "linear" (a `GatedDeltaNet`) for each layer: layer i has entry i
                 modulo their number.
@@ -273,7 +272,7 @@ class GPT(nnx.Module):
         positions: Int32[Array, "B T"],
         segment_ids: Int32[Array, "B T"] | None = None,
     ) -> Float[Array, "B T width"]:
-        """What `logits` takes: the last layer's output, normalised. Arguments as in `__call__`."""
+        """The input of `logits`: the last layer's output, normalised. Arguments as `__call__`."""
         return self.hidden_and_added(tokens, positions, segment_ids)[0]
 
     def hidden_and_added(
@@ -283,7 +282,7 @@ class GPT(nnx.Module):
         segment_ids: Int32[Array, "B T"] | None = None,
         token_weights: Float32[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T width"], Added | None]:
-        """`hidden`, and what layers of experts add to the loss; None without such layers.
+        """`hidden`, and the losses of layers of experts; None without such layers.
 
         Args:
             tokens, positions, segment_ids: as in `__call__`.
@@ -340,15 +339,14 @@ class GPT(nnx.Module):
         Args:
             tokens: token ids.
             positions: position of each token in its sequence.
-            caches: for each part of the layers, such as `blocks`, arrays with what all its layers
-                keep. The loop over layers carries them, so that what is written for one
-                layer is written in place.
-            attend: for each part, what its layers call: (cache, layer, *arrays) -> (out, cache),
-                where `layer` is the number of the layer in its part, and the arrays are those of
-                a `CachedAttentionFn` or a `CachedLinearFn`.
+            caches: for each part of the layers, such as `blocks`, the arrays that its layers keep.
+                The loop over layers carries them, so that each layer writes in place.
+            attend: for each part, the function that its layers call: (cache, layer, *arrays) ->
+                (out, cache), where `layer` is the number of the layer in its part, and the arrays
+                are those of a `CachedAttentionFn` or a `CachedLinearFn`.
 
         Returns:
-            What `logits` takes, and the caches.
+            The input of `logits`, and the caches.
         """
         graphs, weights = self._split()
 
@@ -426,8 +424,8 @@ class GPT(nnx.Module):
 
 
 class GPTBlock(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); what is added may be normalised as well, or
-    alone."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); their outputs may be normalised as well, or
+    instead of their inputs."""
 
     def __init__(
         self,

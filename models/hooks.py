@@ -1,4 +1,4 @@
-"""How a model runs: the functions that it calls where memory and parallelism are decided."""
+"""Functions that a model calls where memory and parallelism are decided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several models are made of."""
+"""Parts shared by several models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ A layer with a window also gives local_window_size=(keys before, 0), and one wit
 MakeNorm = Callable[..., nnx.RMSNorm]
 """(channels, rngs=) -> a norm"""
 Norms = Literal["before", "both", "after"]
-"""Where a block has norms: before attention and MLP, after each of them, or both."""
+"""Norms of a block: before attention and MLP, after each of them, or both."""
 
 
 def projected(x: Array) -> Array:
@@ -48,7 +48,7 @@ def biased(x: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array, "
 
 
 def run_blocks(blocks: nnx.Module, hooks: Hooks, x: Array, *context: Any) -> Array:
-    """What stacked blocks, (x, *context) -> x, make of x one after another."""
+    """Runs stacked blocks, (x, *context) -> x, in order."""
     graph, weights = nnx.split(blocks)
 
     def run_block(weights: Any, x: Array, *context: Any) -> Array:
@@ -78,7 +78,7 @@ def make_norm(channels: int, *, epsilon: float, offset: bool, rngs: nnx.Rngs) ->
 
     Args:
         channels: size of the last dimension.
-        epsilon: what is added to the mean square.
+        epsilon: number added to the mean square.
         offset: whether it multiplies by 1 + its scale, which begins with 0.
         rngs: as `nnx.RMSNorm` takes them.
     """
@@ -105,7 +105,7 @@ class NormOverHeads(nnx.Module):
         Args:
             heads: heads of queries, or of keys.
             head_dim: channels of a head.
-            epsilon: what is added to the mean square.
+            epsilon: number added to the mean square.
             offset: whether it multiplies by 1 + its scale, which begins with 0.
             mean: the mean over the devices that share the heads: see `Hooks.mean_over_tensor`.
         """

@@ -35,7 +35,7 @@ class Adapted(nnx.Module):
         Args:
             base: the projection, whose kernel this one takes.
             rank: columns of A, and rows of B.
-            scale: factor of what they add.
+            scale: factor of their output.
             stacked: number of dimensions of the kernel before those of one projection.
             rngs: source of A.
         """
@@ -81,7 +81,7 @@ def add_adapters(
     Args:
         model: a `GPT`.
         rank: rank of the adapters.
-        scale: factor of what they add.
+        scale: factor of their output.
         targets: names of the projections.
         base_dtype: type of the matrices of the model, and of the biases of queries, keys and
             values, which have a dimension of heads. Vectors, such as the scales of norms, are used

@@ -1,4 +1,4 @@
-"""Modulation by time: layers of diffusion transformers shift, scale and gate what they treat.
+"""Modulation by time: layers of diffusion transformers shift and scale inputs, and gate outputs.
 
 References:
     DiT, adaLN: https://arxiv.org/abs/2212.09748

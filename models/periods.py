@@ -24,20 +24,20 @@ PARTS = {
     ("attention", "experts"): "expert_blocks",
     ("linear", "experts"): "linear_expert_blocks",
 }
-"""What a layer mixes tokens with, and its feed-forward -> the part of a model that holds the
-stacked weights of such layers."""
+"""(mixer, feed-forward) of a layer -> the part of a model that holds the stacked weights of such
+layers."""
 MIXERS = {part: mixer for (mixer, _), part in PARTS.items()}
-"""Part -> what its layers mix tokens with."""
+"""Part -> the mixer of its layers."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a layer has that others may not have."""
+    """Properties in which layers may differ."""
 
     part: str
-    """The part of the model with its weights, whose shapes are the same for all layers of it."""
+    """The part of the model with its weights: all layers of a part have the same shapes."""
     window: int | None = None
-    """Number of keys that a query sees, its own included; None for what the attention shows."""
+    """Number of keys that a query sees, its own included; None for the mask of the attention."""
     rope: Rope | None = None
     """Rotary positions; None for a layer without."""
 
@@ -51,12 +51,13 @@ class Stretch:
     kinds: tuple[Kind, ...]
     """The kinds of the layers of a group."""
     groups: int
-    """Number of groups, which is that of the turns of the loop."""
+    """Number of groups: the turns of the loop."""
 
     def grouped(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """What the loop goes over: [groups, layers of a group, ...], of arrays [layers, ...].
+        """Arrays for the loop, [groups, layers of a group, ...], from arrays [layers, ...].
 
-        Both are of each part. A group of a single layer has no dimension of its own.
+        Arguments and result hold the arrays of each part. A group of a single layer has no
+        dimension of its own.
         """
 
         def one(part: str, own: int) -> Any:
@@ -97,7 +98,7 @@ class LayerOfGroup:
     group: Any
     """Arrays [layers of the group, ...]."""
     index: int = field(metadata={"static": True})
-    """Which of them."""
+    """Number of the layer among them."""
 
 
 def layer_of(weights: Any) -> Any:

@@ -33,7 +33,7 @@ class Rope:
     base: float = 10_000.0
     """Wavelengths range from 2 pi to about 2 pi * base tokens."""
     scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
-    """Which wavelengths are stretched: none; all, by one factor ("linear"); the more the longer
+    """Wavelengths that are stretched: none; all, by one factor ("linear"); the more the longer
     ("ntk"); or the long ones alone ("llama3" and "yarn")."""
     factor: float = 1.0
     """Ratio of a wavelength after stretching to the one before; of "ntk", that of the longest."""
@@ -44,7 +44,7 @@ class Rope:
     """Turns in the original context above which a pair keeps its wavelength, and below which the
     whole factor stretches it. None for (4, 1) with "llama3" and (32, 1) with "yarn"."""
     truncate: bool = True
-    """Whether "yarn" begins and ends its blend at whole pairs."""
+    """True if "yarn" begins and ends its blend at whole pairs."""
     attention_factor: float | None = None
     """Factor of rotated queries and keys; None for that of the papers: see `magnitude`."""
 

@@ -28,16 +28,16 @@ from models.rope import Rope
 from startrail_jax.xla.ordering import compute_first
 
 IMAGE_EPSILON = 1e-5
-"""What the norms around the projection of images add to the variance."""
+"""Number that the norms around the projection of images add to the variance."""
 
 
 class Conditions(NamedTuple):
-    """What the layers take beside the tokens."""
+    """Inputs of the layers beside the tokens."""
 
     modulations: Float32[Array, "B K 6 width"]
-    """Of each time of a row."""
+    """Modulations for each time of a row."""
     time_index: Int32[Array, "B T"] | None
-    """Which time each token has; None where a row has one."""
+    """Index of the time of each token; None where a row has one time."""
     rotation: Float32[Array, "2 B T half"]
     segment_ids: Int32[Array, "B T"] | None
     text: Float[Array, "B S width"]
@@ -75,8 +75,8 @@ class Wan(nnx.Module):
         The weights of the output begin as 0, as in Wan.
 
         Args:
-            in_channels: channels of what a patch is cut from: a noisy latent, and for models that
-                begin with an image, its latent and the mask of frames that are given.
+            in_channels: channels of the input: a noisy latent, and for models that begin with an
+                image, its latent and the mask of given frames.
             out_channels: channels of a latent.
             patch: frames, height and width of the patch that becomes one token.
             width: channels of the residual stream.
@@ -87,8 +87,8 @@ class Wan(nnx.Module):
             time_channels: sines and cosines in which a time is coded.
             image_dim: channels of an embedded token of an image (Wan 2.1, image to video); None
                 for models without.
-            text_norm: whether what attends to the text is normalised.
-            norm_eps: what norms add to the variance or the mean square.
+            text_norm: whether tokens are normalised before they attend to the text.
+            norm_eps: number that norms add to the variance or the mean square.
             attention_fn: attention without a mask; called with `segment_ids` by keyword.
             dtype: type of activations and matrix products. Norms, modulations and the output are
                 float32 in any case.
@@ -148,7 +148,7 @@ class Wan(nnx.Module):
         image: Float[Array, "B I E"] | None = None,
         segment_ids: Int32[Array, "B T"] | None = None,
     ) -> Float[Array, "B T width"]:
-        """What `output` takes: the last layer's output, normalised and modulated.
+        """The input of `output`: the last layer's output, normalised and modulated.
 
         Args:
             patches: noisy patches, in the order that `attention_fn` expects.
@@ -156,7 +156,7 @@ class Wan(nnx.Module):
             times: times of each row, from 0 (data) to 1 (noise).
             text: embedded tokens of the text. As in Wan, none is masked: shorter texts end with
                 zeros.
-            time_index: which of the times each token has; None where a row has one.
+            time_index: index of the time of each token; None where a row has one time.
             image: embedded tokens of the image with which the video begins, for a model with
                 `image_dim`.
             segment_ids: segment of each token; one with a negative id is padding. None means that
@@ -185,7 +185,7 @@ class Wan(nnx.Module):
         return modulate(x, shift, scale, self.epsilon)
 
     def output(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T P"]:
-        """The prediction for each patch, from what `hidden` returns."""
+        """The prediction for each patch, from the result of `hidden`."""
         return self.head(hidden)
 
     def _rotation(self, positions: Int32[Array, "B T 3"]) -> Float32[Array, "2 B T half"]:
@@ -342,7 +342,7 @@ class WanAttention(nnx.Module):
         rotation: Float32[Array, "2 B T half"] | None = None,
         image: Float[Array, "B I width"] | None = None,
     ) -> Float[Array, "B T width"]:
-        """Attention of x to others, and of the same queries to the tokens of an image."""
+        """Attention of x to other tokens, and of the same queries to the tokens of an image."""
         query = biased(projected(self.query(x)), self.query_bias)
         query = _rotated(self.query_norm(query), rotation).astype(x.dtype)
         query, others = compute_first(query, others)
@@ -365,7 +365,7 @@ def _bias(*shape: int) -> nnx.Param:
 
 
 def _table(count: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
-    """What is added to the modulations that follow from a time."""
+    """Numbers added to the modulations that follow from a time."""
     return nnx.Param(jax.random.normal(rngs.params(), (count, width)) * width**-0.5)
 
 

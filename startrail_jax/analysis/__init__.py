@@ -1,1 +1,2 @@
-"""Readers of compiled programs: what they send, and to whom. Nothing of the op imports them."""
+"""Readers of compiled programs: bytes that they send, and between which devices. Nothing of the op
+imports them."""

@@ -42,18 +42,18 @@ class ProgramTraffic:
     """The collectives of one execution of a compiled program."""
 
     counts: dict[str, int]
-    """How often collectives of each kind run; several that XLA has combined count as one."""
+    """Number of collectives of each kind that run; several that XLA has combined count as one."""
     received_by_device: tuple[dict[str, int], ...]
     """Bytes that each device receives, split by kind of collective."""
 
     @property
     def by_collective(self) -> dict[str, int]:
-        """What the device that receives most receives, split by kind of collective."""
+        """Bytes of the device that receives the most, split by kind of collective."""
         return max(self.received_by_device, key=lambda received: sum(received.values()))
 
     @property
     def received_bytes(self) -> int:
-        """What the device that receives most receives, in bytes."""
+        """Bytes of the device that receives the most."""
         return sum(self.by_collective.values())
 
 
@@ -68,8 +68,8 @@ def read_traffic(text: str) -> ProgramTraffic:
         reduce_scatter       (n - 1) / n of the buffer that is summed
         collective_permute   the buffer, if another device sends to it
 
-    which is what rings and direct exchanges move. The body of a loop counts as often as it runs. Of
-    the branches of a conditional, the one in which a device receives most counts for it.
+    which is what rings and direct exchanges move. The body of a loop counts as often as it runs.
+    For each device, a conditional counts as the branch in which it receives most.
 
     Args:
         text: the whole text of the program, `compiled.as_text()`.
@@ -91,7 +91,7 @@ class Instruction:
     name: str
     """Name of its result."""
     opcode: str
-    """What it does, such as "all-gather-start"."""
+    """Kind of the instruction, such as "all-gather-start"."""
     result: str
     """Type of its result, as text."""
     operands: str
@@ -190,7 +190,7 @@ class Tally:
     received: list[Counter[Any]]
     """Bytes that each device receives, by kind of collective."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How often collectives run."""
+    """Number of collectives that run."""
 
     def add(self, other: Tally, times: int = 1) -> None:
         for kind, count in other.counts.items():
@@ -299,7 +299,7 @@ class TrafficReader:
             )
 
     def turns(self, loop: Instruction) -> int | None:
-        """How often the body of a loop runs, or None if that is not known."""
+        """Number of turns of a loop, or None if that is not known."""
         count = trip_count(loop)
         has_collectives = self.computation(_required(_LOOP, loop)[2]).counts
         return self.unknown_turns if count is None and has_collectives else count
@@ -335,7 +335,7 @@ class TrafficReader:
 
 
 def callees(instruction: Instruction) -> list[str]:
-    """Names of the computations that an instruction runs; of a loop, its condition and its body."""
+    """Names of the computations that an instruction runs; for a loop, condition and body."""
     if instruction.opcode == "conditional":
         names = _TRUE_FALSE.findall(instruction.attributes)
         return names or _names(_required(_BRANCHES, instruction)[1])
@@ -348,7 +348,7 @@ def callees(instruction: Instruction) -> list[str]:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often the body of a loop runs, or None if XLA does not know."""
+    """Number of turns of a loop, or None if XLA does not know."""
     match = _TRIP_COUNT.search(loop.attributes)
     return int(match[1]) if match else None
 

@@ -21,8 +21,8 @@ from startrail_jax.traffic.ports import Messages
 def read_messages(text: str, algorithms: Mapping[str, Algorithm] = NCCL) -> Messages:
     """The messages of one execution of a compiled program.
 
-    Loops count as often as they run; of the branches of a conditional, the one in which a device
-    receives most counts for it.
+    Loops count as often as they run; for each device, a conditional counts as the branch in which
+    it receives most.
 
     Args:
         text: the whole text of the program, `compiled.as_text()`.

@@ -32,9 +32,9 @@ class Request:
     value_head_dim: int
     """Channels of a value head."""
     mask: Mask
-    """Which position sees which; the simplest mask for the length of the sequence."""
+    """The simplest mask for the length of the sequence."""
     packed: bool
-    """Whether there are segment ids."""
+    """True if there are segment ids."""
     num_cases: int
     """Number of sets of `Pieces` that the mask may be; 0 if it does not fall into pieces."""
     softcap: float | None = None
@@ -53,11 +53,11 @@ class Pair(NamedTuple):
     v: ValueShard
     """Values [b, s, k, v]."""
     visibility: Visibility
-    """Which keys each query sees."""
+    """The keys that each query sees."""
     scale: float
     """Factor of the logits."""
     scores: Scores = PLAIN
-    """Caps, biases and dropout, with which ds is as `startrail_jax.blocks.scores` says."""
+    """Caps, biases and dropout, which change ds as `startrail_jax.blocks.scores` says."""
 
 
 @runtime_checkable
@@ -65,7 +65,8 @@ class Block(Protocol):
     """A block backend: a module with these functions."""
 
     def refusal(self, request: Request) -> str | None:
-        """Why the backend does not support a request, with the values; None if it does."""
+        """The reason why the backend does not support a request, with the values; None if it
+        does."""
         ...
 
     def forward(self, pair: Pair, into: Partials = ()) -> Partials:
@@ -79,8 +80,8 @@ class Block(Protocol):
             The attentions of `into` and of this block, merged as far as suits the backend, as
             (out, lse) or (out, lse, low). out is in the dtype of q or in float32, and 0 in rows
             that see no key. lse is in float32: the natural logarithm of the sum of the exponentials
-            of the scaled logits, and EMPTY in rows that see no key. low is what rounding took from
-            it (see `softmax.Partials`).
+            of the scaled logits, and EMPTY in rows that see no key. low is the rounding error of
+            lse (see `softmax.Partials`).
         """
         ...
 
@@ -102,8 +103,8 @@ class Block(Protocol):
             lse: log-sum-exp of each row over *all* its keys, not only those of this block.
             delta: rowsum(dout * out) - dlse, over all keys too.
             dout: gradient of the output.
-            into: float32 sums of what is returned, to add to; None where there is none yet. It
-                may leave out those of the scores.
+            into: float32 sums, to which the results are added; None where there is none yet. The
+                sums for scores may be missing.
 
         Returns:
             dq [b, t, n, h], dk [b, s, k, h] and dv [b, s, k, v], then the gradients of

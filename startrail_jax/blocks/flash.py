@@ -192,8 +192,8 @@ def _cases(visibility: Visibility, q: QueryShard, k: KeyShard) -> Cases:
 def _only(
     visibility: Visibility, case: Any, cases: tuple[Pieces, ...]
 ) -> tuple[Any, tuple[Pieces, ...]]:
-    """Of a window of which some devices see one set and the others nothing: that set alone, which
-    all devices then call, as a GPU would wait for its host in front of a branch."""
+    """If each device sees one set of pieces or none, returns that set for all of them: a GPU would
+    wait for its host in front of a branch."""
     seen = [pieces for pieces in cases if pieces != Pieces()]
     if visibility.by_runs is None or len(cases) != 2 or len(seen) != 1:
         return None, cases

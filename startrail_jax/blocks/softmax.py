@@ -12,7 +12,7 @@ from startrail_jax.shapes import EMPTY
 
 # Attentions (out, lse) or (out, lse, low) of the same queries to disjoint sets of keys. Each out is
 # normalised over its own keys. A row that sees none of them has out 0, lse EMPTY and low 0. `low`
-# is what rounding took from lse: the log-sum-exp is lse + low. At 1e4, neighbouring float32 numbers
+# is the rounding error of lse: the log-sum-exp is lse + low. At 1e4, neighbouring float32 numbers
 # are 1e-3 apart, and so weights exp(lse) would be off by 5e-4. Kernels that know no `low` leave it
 # out.
 Partials = tuple[tuple[Array, ...], ...]
@@ -109,8 +109,8 @@ def log_sum(
 ) -> tuple[Float32[Array, "..."], Float32[Array, "..."]]:
     """The log-sum-exp of rows from their greatest logit and the sum of exp(logit - highest).
 
-    lse = highest + log(total), rounded, and what rounding took from it; EMPTY and 0 in rows that
-    see no key, where `highest` is EMPTY.
+    lse = highest + log(total), rounded, and its rounding error; EMPTY and 0 in rows that see no
+    key, where `highest` is EMPTY.
     """
     log = jnp.log(total)
     lse, empty = highest + log, highest <= EMPTY

@@ -50,12 +50,13 @@ class Explanation:
     refusals: dict[str, str]
     """Name of each better backend -> why it does not support this attention."""
     dense: str | None
-    """Why backend "tiled" uses no cuDNN kernel at all; None if it does, or for other backends."""
+    """The reason why backend "tiled" uses no cuDNN kernel at all; None if it does, or for other
+    backends."""
     kernels: dict[str, float]
     """For backend "tiled", the part of the work in "full" and "causal" tiles, which cuDNN computes,
     and in "dense" tiles, without regard to segment ids."""
     packed: bool
-    """Whether there are segment ids."""
+    """True if there are segment ids."""
     query_tokens: int
     """Tokens of a query unit: a kernel call has at most this many queries."""
     key_tokens: int
@@ -65,17 +66,16 @@ class Explanation:
     exchange "sparse", those over a device's own keys. Each device chooses one of them as it
     runs."""
     arrived: tuple[tuple[Pieces, ...], ...]
-    """For these and the exchange "sparse", the same for each run of keys that arrives."""
+    """The same for each run of keys that arrives, for these backends and the exchange "sparse"."""
     exchange: str
-    """What devices send each other: "rings" (units of the scheme) or "sparse" (keys that the mask
+    """Messages between devices: "rings" (units of the scheme) or "sparse" (keys that the mask
     shows)."""
     why: str
-    """Why that."""
+    """The reason for this exchange."""
     balance: str
-    """Whether tokens are exchanged so that all devices have the same work: "exchange", or
-    "layout"."""
+    """"exchange" if tokens are exchanged so that all devices have the same work, else "layout"."""
     why_balance: str
-    """Why, or why not."""
+    """The reason for this balance."""
     moves: tuple[int, ...]
     """For the exchange "sparse", the number of keys in each message that a device receives."""
     rounds: int
@@ -85,7 +85,7 @@ class Explanation:
     head_chunks: int
     """Number of parts of the heads, each of which goes through all rounds."""
     travels: str
-    """Which side travels round the ring in the backward pass: "query" or "kv"."""
+    """Side that travels round the ring in the backward pass: "query" or "kv"."""
     mask: Mask
     """The simplest mask for sequences of this length."""
     busiest: float
@@ -177,7 +177,7 @@ def explain(
         axes: the axes of each role.
         why: why the exchange is the one that the schedule names.
         why_balance: why the balance is, likewise.
-        nodes: what `startrail_jax.devices.nodes.mesh_crossing` says of the mesh.
+        nodes: result of `startrail_jax.devices.nodes.mesh_crossing` for the mesh.
 
     Raises:
         ValueError: if the heads of the device cannot be cut into `head_chunks`.

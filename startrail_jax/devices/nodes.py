@@ -1,4 +1,4 @@
-"""Which devices share a node, and which mesh axes therefore go from node to node.
+"""Finds which devices share a node, and which mesh axes therefore go from node to node.
 
 A node is a set of devices that reach each other without a network port: the GPUs of one machine, or
 one TPU slice. Nothing here depends on attention.
@@ -23,9 +23,9 @@ ORDERS = {
     "head_first": ("data", "group", "ring", "team", "head", "tensor"),
     "context_first": ("data", "head", "group", "ring", "team", "tensor"),
 }
-"""Named orders of the mesh axes, slowest first: the last ones lie inside a node. "rings_inside" is
-that of StarTrail (https://arxiv.org/abs/2407.00611, section 3.3); "head_first" and "context_first"
-are those of LoongTrain (https://arxiv.org/abs/2406.18485)."""
+"""Named orders of the mesh axes, slowest first: the last ones lie inside a node. "rings_inside"
+comes from StarTrail (https://arxiv.org/abs/2407.00611, section 3.3); "head_first" and
+"context_first" come from LoongTrain (https://arxiv.org/abs/2406.18485)."""
 
 
 def resolve_order(order: str | Sequence[str]) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def check_devices_per_node(num_devices: int, devices_per_node: int) -> None:
 
 
 def arrangement(degrees: Degrees, order: Sequence[str]) -> np.ndarray:
-    """Which device, counted node by node, sits at each coordinate of the mesh.
+    """The device at each coordinate of the mesh, counted node by node.
 
     Args:
         degrees: sizes of the mesh axes.
@@ -143,8 +143,8 @@ def mesh_crossing(
     Args:
         mesh: any mesh. An abstract one has no devices, and the result is None.
         axes: the axes of each role.
-        devices_per_node: number of devices in a node, in the order of `jax.devices()`; None for
-            what the devices say.
+        devices_per_node: number of devices in a node, in the order of `jax.devices()`; None to read
+            it from the devices.
 
     Raises:
         ValueError: if `devices_per_node` is given for an abstract mesh, or does not divide the

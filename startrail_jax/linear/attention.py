@@ -59,15 +59,15 @@ class LinearAttention(Sharded):
     """
 
     rule: Any = dataclasses.field(default=None, kw_only=True)
-    """What a token does to the state: "gated_delta" (as above; one decay of a head), "kda" (a decay
-    of each channel of the key), "ssd" (one decay of a head, and S <- S + beta key value^T: Mamba-2,
-    lightning attention), or a `startrail_jax.linear.rules.StateRule`. It must be given."""
+    """Rule by which a token changes the state: "gated_delta" (as above; one decay of a head), "kda"
+    (a decay of each channel of the key), "ssd" (one decay of a head, and S <- S + beta key value^T:
+    Mamba-2, lightning attention), or a `startrail_jax.linear.rules.StateRule`. It must be given."""
     scale: float | None = dataclasses.field(default=None, kw_only=True)
     """Factor of the query; None for key_dim ** -0.5, and for 1 under "ssd"."""
     padding_id: int | None = dataclasses.field(default=None, kw_only=True)
     """A segment id that marks padding in addition to negative ids; None for only negative ids."""
     backend: str = dataclasses.field(default="xla", kw_only=True)
-    """What computes the tokens of a device: "xla" (plain XLA, everywhere), or "jla" (the kernels of
+    """Kernels for the tokens of a device: "xla" (plain XLA, everywhere), or "jla" (the kernels of
     the package jax-linear-attention on Hopper, for 16 bits and heads of 64 or 128 channels)."""
 
     def __post_init__(self) -> None:
@@ -130,11 +130,11 @@ class LinearAttention(Sharded):
             decay: natural logarithms of the decay, [batch, seq, heads], or [batch, seq, heads,
                 key_dim] under "kda"; floats of at most 0, as a rule. -inf forgets everything. None
                 for no decay.
-            beta: [batch, seq, heads], what the written value is multiplied by; None for 1.
+            beta: [batch, seq, heads], the factor of the written value; None for 1.
             segment_ids: integers [batch, seq]. Negative ids are padding, wherever it is: such
-                tokens neither change nor end the state, and their outputs and gradients are 0. Of
-                the others, a document begins, with a state of zeros, at each whose id differs from
-                that of the one before it, also where the id of an earlier document comes back.
+                tokens neither change nor end the state, and their outputs and gradients are 0. A
+                document begins, with a state of zeros, at each other token whose id differs from
+                the id of the one before it, also if the id of an earlier document comes back.
             initial_state: float32 [batch, heads, key_dim, value_dim], sharded as `state_spec`: the
                 state before the first token that is no padding. None for zeros.
             return_state: whether to return the state after the last token too.
@@ -436,7 +436,7 @@ class LinearAttention(Sharded):
         dtype: DTypeLike = "bfloat16",
         packed: bool = False,
     ) -> LinearExplanation:
-        """Says what a call sends, keeps and computes, beside other ways, without running anything.
+        """Compares messages, memory and FLOPs of a call with other ways, without running it.
 
         `print(linear.explain(...))` shows the answer in a few lines.
 
@@ -553,7 +553,7 @@ class LinearAttention(Sharded):
                 order of `layout`.
             kernel: [width, ...] with the channels of x; the last row is that of the token itself.
             segment_ids: integers [batch, seq], as in a call.
-            initial: [batch, width - 1, ...], what stands before the first token; None for zeros.
+            initial: [batch, width - 1, ...], the inputs before the first token; None for zeros.
             return_last: whether to return the last width - 1 inputs of each row too, which are the
                 `initial` of what follows: up to the last token that is no padding, with zeros for
                 those of other documents.

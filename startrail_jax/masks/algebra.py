@@ -23,40 +23,40 @@ class Mask:
     """
 
     causal: bool = False
-    """Whether no query sees a later key."""
+    """True if no query sees a later key."""
     grows: bool = False
-    """Whether late queries see more keys than early ones, so that zigzag order balances them."""
+    """True if late queries see more keys than early ones, so that zigzag order balances them."""
     per_row: bool = False
-    """Whether the mask leaves lengths open, which each call gives for each row of the batch."""
+    """True if the mask leaves lengths open, which each call gives for each row of the batch."""
 
     @property
     def reach(self) -> int | None:
-        """How far behind a query the last key is that it sees, if `edge` holds; None if never."""
+        """Distance back to the farthest key that a query sees, if `edge` holds; None if never."""
         return None
 
     def visible(self, query: Any, key: Any) -> Any:
-        """Whether the query at one position sees the key at another."""
+        """True if the query at one position sees the key at another."""
         raise NotImplementedError
 
     def some(self, query: Span, key: Span) -> Any:
-        """Whether some query of one span may see some key of another; False is certain."""
+        """True if some query of one span may see some key of another; False is certain."""
         raise NotImplementedError
 
     def every(self, query: Span, key: Span) -> Any:
-        """Whether every query of one span sees every key of another; True is certain."""
+        """True if every query of one span sees every key of another; True is certain."""
         raise NotImplementedError
 
     def triangle(self, query: Span, key: Span) -> Any:
-        """Whether a query of one span sees exactly the keys of another up to its own position.
+        """True if a query of one span sees exactly the keys of another up to its own position.
 
         True is certain. Kernels for causal masks can then compute the two spans.
         """
         return False
 
     def edge(self, query: Span, key: Span) -> Any:
-        """Whether a query of one span sees just the keys of another that are within `reach`.
+        """True if a query of one span sees exactly the keys of another within `reach`.
 
-        True is certain. Kernels for causal masks then serve the two in reverse order.
+        True is certain. Kernels for causal masks can then compute the two in reverse order.
         """
         return False
 
@@ -73,7 +73,7 @@ class Mask:
         return self
 
     def check_closed(self, caller: str) -> None:
-        """Raises if the mask leaves lengths open that a caller cannot be given.
+        """Raises if the mask leaves lengths open that the caller has no argument for.
 
         Raises:
             ValueError: if it does.
@@ -106,8 +106,8 @@ class Mask:
         """Says what is visible between two runs of positions.
 
         Returns:
-            "empty", "full" or "partial". The first two are certain. The last may be said of
-            combined masks that are one of the others.
+            "empty", "full" or "partial". The first two are certain. Combined masks may give
+            "partial" although they are empty or full.
         """
         if not self.meet(query, key).any():
             return "empty"
@@ -115,7 +115,7 @@ class Mask:
         return "full" if all(_concrete(self.every, *pair).all() for pair in pairs) else "partial"
 
     def meet(self, query: Runs, key: Runs) -> Any:
-        """Whether some query of one unit may see some key of another; False is certain.
+        """True if some query of one unit may see some key of another; False is certain.
 
         Args:
             query, key: runs whose starts are integers, or NumPy arrays that broadcast.
@@ -123,7 +123,7 @@ class Mask:
         return np.any(np.stack([self.shows(query, span) for span in key.spans]), axis=0)
 
     def shows(self, query: Runs, key: Span) -> Any:
-        """Whether some query of one unit may see some key of a span; False is certain.
+        """True if some query of one unit may see some key of a span; False is certain.
 
         Args:
             query: runs whose starts are integers, or NumPy arrays.
@@ -227,12 +227,12 @@ class Window(Mask):
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether no query sees a later key."""
+        """True if no query sees a later key."""
         return self.right == 0
 
     @property
     def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True of causal windows, whose first queries see fewer keys, and without a left end."""
+        """True for causal windows, whose first queries see fewer keys, and without a left end."""
         return self.right == 0 or (self.left is None and self.right is not None)
 
     @property
@@ -280,12 +280,12 @@ class Both(Mask):
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether no query sees a later key."""
+        """True if no query sees a later key."""
         return self.first.causal or self.second.causal
 
     @property
     def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether those of one of the two do."""
+        """True if late queries see more keys under one of the two masks."""
         return self.first.grows or self.second.grows
 
     def visible(self, query: Any, key: Any) -> Any:
@@ -312,7 +312,7 @@ class Both(Mask):
 
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether one of the two leaves lengths open."""
+        """True if one of the two leaves lengths open."""
         return self.first.per_row or self.second.per_row
 
     def given(self, lengths: Any) -> Mask:
@@ -336,12 +336,12 @@ class Either(Mask):
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether no query sees a later key."""
+        """True if no query sees a later key."""
         return self.first.causal and self.second.causal
 
     @property
     def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether those of one of the two do."""
+        """True if late queries see more keys under one of the two masks."""
         return self.first.grows or self.second.grows
 
     def visible(self, query: Any, key: Any) -> Any:
@@ -368,7 +368,7 @@ class Either(Mask):
 
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether one of the two leaves lengths open."""
+        """True if one of the two leaves lengths open."""
         return self.first.per_row or self.second.per_row
 
     def given(self, lengths: Any) -> Mask:
@@ -393,7 +393,7 @@ def _check_mask(sign: str, other: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """What a value is, for errors: an array by its shape."""
+    """The text of a value for errors: an array by its shape."""
     return f"an array {value.shape}" if hasattr(value, "shape") else repr(value)
 
 

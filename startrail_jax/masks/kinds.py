@@ -108,7 +108,7 @@ class Prefix(Mask):
 
     @property
     def per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether calls give the length."""
+        """True if calls give the length."""
         return self.length is None
 
     def visible(self, query: Any, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""GPUs and clusters of them: peak FLOP/s, memory, what kernels reach, and the links between GPUs.
+"""GPUs and clusters of them: peak FLOP/s, memory, rates of kernels, and links between GPUs.
 
 Every number has its source beside it. `Gpu` and `Cluster` take other numbers too, such as measured
 ones.
@@ -58,7 +58,7 @@ class Gpu:
     """One kind of GPU."""
 
     name: str
-    """Name by which it is asked for."""
+    """Name that users give."""
     peak_flops: float
     """Dense 16-bit matrix FLOP/s: [4]."""
     memory_bytes: int
@@ -70,13 +70,14 @@ class Gpu:
     host_rate: float
     """Bytes/s to the memory of the host, each way: 80 % of PCI Express, of generation 4 or 5."""
     attention: Mapping[int, Curve]
-    """head_dim -> what attention kernels reach: [1], [2], [3]."""
+    """head_dim -> rates of attention kernels: [1], [2], [3]."""
     sustained: float = 1.0
-    """Share of these that is left when kernels run for minutes: [7] for Hopper. It is not known of
-    others, and 1 if `attention` was measured on the devices."""
+    """Share of these rates that remains when kernels run for minutes: [7] for Hopper. It is not
+    known for others, and 1 if `attention` was measured on the devices."""
     matrix_efficiency: float = 0.7
-    """Share of the peak in the matrix products of projections and MLP, with what lies between them.
-    An assumption: large products alone reach 0.7 to 0.8; norms and activations take the rest."""
+    """Share of the peak in the matrix products of projections and MLP, with the kernels between
+    them. An assumption: large products alone reach 0.7 to 0.8; norms and activations take the
+    rest."""
     single_speed: float = 0.5
     """FLOP/s in float32 over those in 16 bits: products in TF32."""
 
@@ -156,13 +157,13 @@ class Cluster:
     gpus_per_node: int
     """GPUs of each node."""
     gpu: Gpu
-    """What they are."""
+    """Kind of the GPUs."""
     port_rate: float
     """Bytes/s through one port of a node, each way; both ways together if `half_duplex`."""
     ports: int
     """Ports of a node, which its GPUs share evenly: neighbours use the same one."""
     half_duplex: bool = False
-    """Whether what a port sends and what it receives share its rate."""
+    """True if sending and receiving share the rate of a port."""
     latency: float = 9.6e-6
     """Seconds of a step of an algorithm that goes through ports: [6]."""
     inside_latency: float = 3.4e-6
@@ -170,9 +171,9 @@ class Cluster:
     start_latency: float = 8.4e-6
     """Seconds of every collective on top: [6]."""
     algorithms: str = "nccl"
-    """Whose collectives: "nccl", or "gloo" for CPUs."""
+    """Library of the collectives: "nccl", or "gloo" for CPUs."""
     overlaps: bool = True
-    """Whether messages of a ring travel while kernels run. It is so on GPUs, and not on CPUs."""
+    """True if messages of a ring travel while kernels run, as on GPUs; false on CPUs."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node", "ports"):

@@ -13,7 +13,7 @@ from startrail_jax.planner.quantities import LARGEST_SIZE
 from startrail_jax.tokens.documents import DocumentCost
 
 DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
-"""What all diffusion transformers of `train.py` have."""
+"""Settings that all diffusion transformers of `train.py` share."""
 
 
 IMAGE_TOKENS = 257
@@ -59,21 +59,21 @@ class MoESizes:
     width: int
     """Channels between the projections of an expert."""
     shared_width: int = 0
-    """The same of the expert that all tokens go to; 0 for none."""
+    """Channels between the projections of the shared expert of all tokens; 0 for none."""
     shared_gate: bool = False
-    """Whether a gate multiplies the output of that expert."""
+    """True if a gate multiplies the output of the shared expert."""
     biases: bool = False
-    """Whether router and experts have biases."""
+    """True if router and experts have biases."""
     choice_bias: bool = False
-    """Whether biases balance the experts."""
+    """True if biases balance the experts."""
 
 
 _FEED_FORWARD = ("gate", "up", "down", "expert_gate", "expert_up", "expert_down")
 DISPATCHES = 4
 """Messages of a device to each other one: see `models.experts.DISPATCHES`."""
 SENT_TO_EXPERTS = 5
-"""Arrays of a step's assignments that are sent: inputs and outputs of experts, and backward inputs
-and two gradients."""
+"""Arrays that a step sends for each assignment: inputs and outputs of experts, and backward the
+inputs and two gradients."""
 _PADDING = 3
 """Rows of experts over those that are filled up: see `models.experts.tile_rows`."""
 
@@ -88,30 +88,31 @@ class LayerKind:
     """"mlp" or "experts"."""
     count: int
     projections: Mapping[str, tuple[int, int]]
-    """Inputs and outputs of each matrix, by which a token is multiplied."""
+    """Inputs and outputs of each matrix that multiplies a token."""
     heads: int
     """Heads of the output."""
     key_heads: int
     of_keys: tuple[str, ...]
-    """The projections to key heads: whole on a device, if there are fewer than `tensor`."""
+    """The projections to key heads, which are whole on every device if `tensor` is larger than the
+    number of key heads."""
     others: int
     """Weights of norms, convolutions and modulations."""
     adapters: int
     """Weights of adapters."""
     active_adapters: int
-    """Those that each token is multiplied with."""
+    """Weights of the adapters that each token is multiplied with."""
     of_text: Mapping[str, tuple[int, int]]
-    """Likewise of each matrix by which the tokens of a text or of an image are multiplied, once for
-    a sequence."""
+    """Inputs and outputs of each matrix that multiplies the tokens of a text or of an image, once
+    for a sequence."""
     active: int
     """Weights of the matrices that each token is multiplied with."""
     padded: int
-    """Those that would take as long as the rows of experts that are filled up."""
+    """Weights whose products would take as long as the padding rows of the experts."""
     again: int
-    """Those of `active` that a backward pass which computes the MLP again multiplies with: all but
-    the last of an MLP."""
+    """Weights of `active` that a backward pass multiplies with again if it recomputes the MLP: all
+    but the last matrix of an MLP."""
     again_always: int
-    """The same of experts, which any backward pass computes again."""
+    """Expert weights recomputed in every backward pass."""
     moved: int
     """Elements of a token, split over `tensor`, that the kernels between the matrix products read
     and write in a forward pass."""
@@ -155,14 +156,14 @@ class ModelSizes:
     kind: str = "gpt"
     """"gpt"; "dit" or "wan", diffusion transformers; or that of another task of `train.py`."""
     causal: bool = True
-    """Whether a token attends only to itself and to earlier ones."""
+    """True if a token attends only to itself and to earlier ones."""
     block: int = 0
     """Tokens of a block where tokens of a diffusion transformer attend to their own block and to
     earlier ones; 0 where they attend to all. Predicted times are those of 0."""
     modulated: bool = False
-    """Whether layers scale, shift and gate what enters and leaves them, as adaLN does."""
+    """True if layers scale and shift their inputs and gate their outputs, as adaLN does."""
     takes_values: bool = False
-    """Whether a token is given by `outputs` numbers, such as those of a patch, and not by an id."""
+    """True if the input of a token is `outputs` numbers, such as a patch, and not an id."""
     width: int
     """Channels of the residual stream."""
     layers: int
@@ -178,24 +179,24 @@ class ModelSizes:
     mlp_matrices: int = 3
     """Matrices of the MLP: 3 with a gate, else 2."""
     qk_norm: bool = False
-    """Whether each head of queries and keys is normalised before attention."""
+    """True if each head of queries and keys is normalised before attention."""
     attention_gate: bool = False
-    """Whether a projection of queries also makes a gate of the output."""
+    """True if a projection of queries also makes a gate of the output."""
     mixers: tuple[str, ...] = ("attention",)
-    """What each layer mixes tokens with, "attention" or "linear"; the list repeats."""
+    """Mixer of each layer, "attention" or "linear"; the list repeats."""
     linear: LinearSizes | None = None
     """The layers of linear attention, if there are some."""
     feed_forwards: tuple[str, ...] = ("mlp",)
-    """What follows attention in each layer, "mlp" or "experts"; the list repeats."""
+    """Feed-forward of each layer, "mlp" or "experts"; the list repeats."""
     experts: MoESizes | None = None
     """The layers of experts, if there are some."""
     dispatch: bool | None = None
-    """Whether ZeRO 3 sends tokens to experts; None if it does where this moves fewer bytes than to
-    gather the experts of a layer."""
+    """True if ZeRO 3 sends tokens to experts; None to send them where this moves fewer bytes than
+    gathering the experts of a layer."""
     outputs: int
     """Numbers for each token: size of the vocabulary, or values of a patch."""
     tied_head: bool = False
-    """Whether the embedding also serves as the output projection."""
+    """True if the embedding also serves as the output projection."""
     classes: int = 0
     """Classes of a diffusion transformer."""
     text_tokens: int = 0
@@ -205,7 +206,7 @@ class ModelSizes:
     image_dim: int = 0
     """Channels of an embedded token of the image that a video begins with; 0 for none."""
     given_channels: int = 0
-    """Values beside `outputs` by which a token is given, in a position of the latent."""
+    """Input values of a token beside `outputs`, for each position of the latent."""
     patch: int = 4
     """Positions of a latent in a patch of a diffusion transformer: `outputs` is a multiple."""
     windows: tuple[int | None, ...] = (None,)
@@ -225,13 +226,14 @@ class ModelSizes:
     frozen_itemsize: int = 2
     """Bytes of a weight that is not trained, beside adapters."""
     average: bool = False
-    """Whether a moving average of the weights is kept."""
+    """True if a moving average of the weights is kept."""
     text_only: bool = False
-    """Whether the folder `pretrained` holds a model of images and text, of which this is a part."""
+    """True if the folder `pretrained` holds a model of images and text; this model is a part of
+    it."""
     pretrained: str | None = None
     """Folder from which `train.py --init-from` takes this model; None for others."""
     assumed: str | None = None
-    """What is assumed of a config.json whose architecture is not known: a sentence."""
+    """A sentence: the assumptions about a config.json of unknown architecture."""
 
     def __post_init__(self) -> None:
         named = f"for model {self.name!r}"
@@ -299,12 +301,12 @@ class ModelSizes:
 
     @property
     def layer_mixers(self) -> tuple[str, ...]:
-        """What each layer mixes tokens with."""
+        """The mixer of each layer."""
         return tuple(self.mixers[i % len(self.mixers)] for i in range(self.layers))
 
     @property
     def layer_feed_forwards(self) -> tuple[str, ...]:
-        """What follows attention in each layer."""
+        """The feed-forward of each layer."""
         return tuple(self.feed_forwards[i % len(self.feed_forwards)] for i in range(self.layers))
 
     @property
@@ -417,7 +419,7 @@ class ModelSizes:
 
     @property
     def passes(self) -> int:
-        """Products of a step with each weight: the last, its gradient, is of those not frozen."""
+        """Products of a step with each weight; frozen weights lack the last one, the gradient."""
         return 2 if self.lora_rank else 3
 
     @property
@@ -454,9 +456,9 @@ class ModelSizes:
         return layers + self.other_elements
 
     def dispatches(self, tokens: Any, devices: Any, tensor: Any) -> Any:
-        """Whether ZeRO 3 sends tokens to experts, and does not gather these.
+        """True if ZeRO 3 sends tokens to the experts, in place of gathering the experts.
 
-        Or a step gathers their weights twice, and adds up their float32 gradients.
+        If not, a step gathers their weights twice, and adds up their float32 gradients.
 
         Args:
             tokens: tokens of a device.
@@ -473,7 +475,7 @@ class ModelSizes:
         )
 
     def dispatched_bytes(self, tokens: Any) -> Any:
-        """Bytes of one array of all assignments of a device, in messages of which the last is not
+        """Bytes of one array of all assignments of a device, in messages; the last one is not
         full."""
         assert self.experts is not None, "the caller has looked"
         sent = (1 + 1 / DISPATCHES) * self.experts.top_k
@@ -542,7 +544,7 @@ class ModelSizes:
 
     @property
     def document_cost(self) -> DocumentCost:
-        """What tokens and visible pairs of documents take, in FLOPs of a token."""
+        """Cost of tokens and visible pairs of documents, in FLOPs of a token."""
         alone, two = (self.flops_per_token(n) for n in (1, 2))
         # One token sees itself; each of two tokens sees 1.5 on average.
         pair = 2 * (two - alone)
@@ -560,7 +562,7 @@ class ModelSizes:
 
 
 def is_size(number: Any) -> bool:
-    """Whether something is a whole number of at least 1."""
+    """True if something is a whole number of at least 1."""
     return type(number) is int and number >= 1
 
 

@@ -1,4 +1,4 @@
-"""The plan of a cluster and a model: what `st.plan` returns, and its text."""
+"""The plan of a cluster and a model: the result of `st.plan`, and its text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Plan:
     call: Call
     """The model, its tokens and its batch."""
     options: Search
-    """What was searched."""
+    """The settings that were searched."""
     ranked: tuple[Prediction, ...]
     """The fastest settings, one for each setting of the degrees, best first."""
     baselines: dict[str, Prediction]
@@ -69,12 +69,12 @@ class Plan:
     """Name of a known scheme -> the reason why none of its settings is legal here."""
     frugal: Prediction
     """The setting to take: the winner, unless that needs more than 85 % of the memory that a step
-    may take. Then it is the setting of the least memory among those which are predicted to be at
-    most 2 % slower; it offloads only if the winner does."""
+    may take. Then it is the setting of the least memory that is predicted to be at most 2 % slower;
+    it offloads only if the winner does."""
     reason: str | None
     """Two sentences on why the winner wins, and how its time is spent; None if nothing fits."""
     documents: DocumentForecast | None
-    """The same for whole documents, each on few GPUs, if their lengths were given; None if not, or
+    """The plan for whole documents, each on few GPUs, if their lengths were given; None if not, or
     if no setting for them fits."""
     alone: float | None
     """Seconds of a step on one GPU of enough memory, if they are no more than the winner's."""
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def advice(self) -> list[str]:
-        """What a user must know who pastes the command: sentences."""
+        """Sentences to read before running the command."""
         found = []
         if self.alone is not None:
             found.append(
@@ -199,7 +199,7 @@ class Plan:
                 "nodes or a larger GPU, or leave out flags that restrict the search.",
             ]
         columns = (
-            "=: at most 5% slower than the first, which predictions do not tell apart. waits: "
+            "=: at most 5% slower than the first, too close to call by predictions. waits: "
             "seconds in which a GPU waits for\nmessages. across, inside: bytes that the attentions "
             "of a step send through the ports of a node, and between its GPUs.\nTimes and memory "
             "are predictions: see docs/planner.md."
@@ -376,8 +376,8 @@ def plan(
             sequence.
         options: the settings to search; None for all.
         top: number of settings to rank.
-        allow_unknown: whether a config.json of an architecture that is not known is taken for a
-            decoder with attention and a gated MLP in every layer; the plan then says so.
+        allow_unknown: whether to plan a config.json of unknown architecture as a decoder with
+            attention and a gated MLP in every layer; the plan then says so.
 
     Returns:
         The plan. `print` shows it; `winner` and `command` say what to do.
@@ -424,7 +424,7 @@ def _frugal(found: Candidates, mask: np.ndarray, winner: Prediction) -> Predicti
 def call_of(
     sizes: ModelSizes, seq_len: str | int | float | None, batch: str | int | float | None
 ) -> Call:
-    """What is trained: arguments and errors as those of `plan`."""
+    """The model and the batch of a step; arguments and errors as in `plan`."""
     length = sizes.seq_len if seq_len is None else as_count(seq_len, "--seq-len")
     if length is None:
         raise InputError(

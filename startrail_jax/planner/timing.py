@@ -160,7 +160,7 @@ class Timing:
             # The query, the gradient of its output, log-sum-exp, and output times gradient.
             return np.where(self._queries_travel, 4, 2) if backward else 2
         if step == "combine" and collective == "all_to_all":
-            # In float32, what rounding took from the log-sum-exp goes along.
+            # In float32, the rounding error of the log-sum-exp goes along.
             return 3 if self.call.model.itemsize == _FLOAT32 else 2
         several = {"key placement": 2, "key gradient placement": 2, "replica sum": 2}
         several |= {"head exchange": 3, "query gather": 4 if backward else 1}

@@ -1,4 +1,4 @@
-"""Chooses what an attention sends, and whether it exchanges tokens to balance the work.
+"""Chooses the messages of an attention, and whether it exchanges tokens to balance the work.
 
 Both choices compare closed forms of the bytes: see `startrail_jax.rings.transfers`.
 """
@@ -20,7 +20,7 @@ from startrail_jax.rings.work import shares, visible_pairs
 
 
 def choose(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[Schedule, str, str]:
-    """The schedule of a call, with its exchange and its balance chosen, and why each.
+    """Chooses the exchange and the balance of a schedule, and gives a reason for each.
 
     Args:
         schedule: the schedule with the wishes of the user.
@@ -37,7 +37,7 @@ def choose(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[Schedule
 
 
 def choose_exchange(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[Exchange, str]:
-    """What an attention sends: the key units of its rings, or only the keys that its mask shows.
+    """Chooses whether an attention sends the key units of its rings, or only visible keys.
 
     Args:
         schedule: the schedule, whose `exchange` is the wish of the user.
@@ -81,7 +81,7 @@ WORTH_BALANCING = 10_000
 
 
 def choose_balance(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple[Balance, str]:
-    """Whether an attention exchanges tokens so that all devices work alike: see `rings.balance`.
+    """Chooses whether to exchange tokens so that all devices work alike: see `rings.balance`.
 
     In the time of a byte through a port of 400 Gbit/s, an H100 that attends at 650 TFLOP/s does
     13,000 FLOPs; in that of a byte inside a node, 1,500.

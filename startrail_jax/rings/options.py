@@ -1,4 +1,4 @@
-"""The options of how an attention communicates. They do not change what it computes."""
+"""Options of the communication of an attention. They do not change its result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Options:
     """
 
     backward: Backward = "auto"
-    """Which side travels round the ring in the backward pass: "query" (as in the paper), "kv", or
+    """Side that travels round the ring in the backward pass: "query" (as in the paper), "kv", or
     "auto" for the side with fewer bytes, and for "query" if `published`."""
     published: bool = False
     """Whether keys and outputs are sent as in the StarTrail paper (arXiv 2407.00611, algorithm 2),
@@ -59,8 +59,8 @@ class Options:
     backward pass, which otherwise gathers them again. Each layer then keeps `team` shares of the
     queries and `group` shares of keys and values in place of one."""
     exchange: Exchange = "auto"
-    """What devices send each other: "rings" (the units of the scheme), "sparse" (only the keys that
-    a static mask shows to the queries of each device, such as those of a window), or "auto" for the
+    """Messages between devices: "rings" (the units of the scheme), "sparse" (only the keys that a
+    static mask shows to the queries of each device, such as those of a window), or "auto" for the
     choice with fewer bytes. See `Attention.explain`."""
     balance: Balance = "auto"
     """How to balance the work of devices on tokens in contiguous order, where late tokens see more

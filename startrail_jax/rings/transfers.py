@@ -1,4 +1,4 @@
-"""What one device receives in each step of the schedule, in closed form.
+"""Bytes that one device receives in each step of the schedule, in closed form.
 
 The steps are those of `startrail_jax.rings.vjp`. `startrail_jax.traffic.cost` adds them up.
 """
@@ -24,7 +24,7 @@ _TRADED = ("group", "team")
 
 
 class Transfer(NamedTuple):
-    """What one device receives in one step of the schedule through one kind of collective."""
+    """Bytes that one device receives in one step of the schedule by one kind of collective."""
 
     step: str
     """Step of the schedule, for example "query gather"."""
@@ -34,27 +34,27 @@ class Transfer(NamedTuple):
     """Roles of the mesh axes over which it goes, slowest first: one, but for the paper's permute of
     keys, which goes over group and team."""
     hops: tuple[tuple[int, int] | None, ...] = ()
-    """Of a collective_permute, its messages, which are of equal size. In a ring these are the
-    distances that they go in the outer and in the inner cycle, in places; a single ring is an outer
-    cycle. None where group and team trade places."""
+    """For a collective_permute, its messages, which have equal sizes: in a ring, the distances that
+    they travel in the outer and in the inner cycle, in places; a single ring is an outer cycle.
+    None where group and team trade places."""
     inner: int = 1
-    """Of messages in a ring, number of devices in an inner cycle."""
+    """For messages in a ring, number of devices in an inner cycle."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """Of a permute that is no ring, (sender, receiver) along the flat axis of `roles`."""
+    """For a permute that is not a ring, (sender, receiver) along the flat axis of `roles`."""
     message_bytes: int | None = None
     """Bytes of a message, where not all devices receive one; None for `received_bytes`."""
     tensor_bytes: int = 0
     """Bytes of query, key, value, output and their gradients."""
     row_bytes: int = 0
-    """Bytes of what has no head_dim: lse, delta and segment ids."""
+    """Bytes of arrays without head_dim: lse, delta and segment ids."""
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of both."""
+        """`tensor_bytes` and `row_bytes` together."""
         return self.tensor_bytes + self.row_bytes
 
     def times(self, count: int) -> Transfer:
-        """The transfer of so many attentions."""
+        """The transfer for this many attentions."""
         names = ("tensor_bytes", "row_bytes", "message_bytes")
         sizes = {name: getattr(self, name) for name in names}
         return self._replace(**{x: count * size for x, size in sizes.items() if size is not None})
@@ -72,11 +72,11 @@ class Steps:
     degrees: Degrees
     """The degrees of the mesh."""
     share: Sizes
-    """What `Sizes.share` gives for these degrees."""
+    """The sizes on one device: `Sizes.share` of these degrees."""
     kv_heads: int
     """Key heads over all devices."""
     offsets: Sequence[int]
-    """Ring distances that are visited, those of whole inner cycles, 0 first."""
+    """Ring distances that are visited, in whole inner cycles, 0 first."""
     options: Options
     """The options of the attention."""
 
@@ -281,7 +281,7 @@ class Steps:
         """Step 4: outputs and lse to the owners of the queries."""
         team, out, lse = self.degrees.team, self.share.out_bytes, self.share.lse_bytes
         if not self.options.published:
-            # In float32, what rounding took from lse goes along.
+            # In float32, the rounding error of lse goes along.
             stats = 2 * lse if self.share.width == _FLOAT32 else lse
             return [_copies("combine", "all_to_all", "team", team - 1, out, stats)]
         # The log-sum-exp over the team is a pmax and a psum of the lse of the whole query unit.
@@ -292,7 +292,7 @@ class Steps:
 
     @functools.cached_property
     def traveller(self) -> Side:
-        """Which side goes round the ring in the backward pass."""
+        """The side that goes round the ring in the backward pass."""
         degrees = self.degrees
         return traveller(self.options, self.share, team=degrees.team, group=degrees.group)
 
@@ -339,7 +339,7 @@ class Steps:
                 pass, or of both.
 
         Returns:
-            What the device receives that receives most in these passes.
+            The transfers of the device that receives the most in these passes.
         """
         share, ranks = self.share, self.degrees.sequence
         heads = max(self.kv_heads // self.degrees.tensor, 1)

@@ -117,7 +117,7 @@ class Transport(Protocol):
 
     @classmethod
     def of(cls, schedule: Schedule, kept: Any, *, gathered: bool = False) -> Transport:
-        """The transport of one call, from the shards of a device or from what `gather` gave."""
+        """The transport of one call, from the shards of a device or from the result of `gather`."""
         ...
 
     def gather(self, shards: Any, *, named: bool = False) -> Any:
@@ -127,14 +127,14 @@ class Transport(Protocol):
     def attend(self, gathered: Any, given: ScoreInputs) -> tuple[Any, Any, Any]:
         """Attends the queries of this device to all keys that they see.
 
-        Returns out in the dtype of q and lse in float32, with sinks; and what rounding took from
-        lse (`softmax.Partials`), which only float32 inputs are exact enough to need.
+        Returns out in the dtype of q and lse in float32, with sinks; and the rounding error of lse
+        (`softmax.Partials`), which only float32 inputs are exact enough to need.
         """
         ...
 
     def again(self, kept: Any, dout: Any, lse: Any) -> Any:
-        """What `gather` gave, from what was kept, once `dout` is there: all that is not kept is
-        sent again (`recompute_in_backward`), as XLA would send it once and keep what arrived."""
+        """Gathers again in the backward pass, except for what was kept. Waits for `dout`
+        (`recompute_in_backward`), or XLA would reuse the forward gather and keep its result."""
         ...
 
     def gradients(self, gathered: Any, found: Rows, given: ScoreInputs, key_dtype: Any) -> Any:

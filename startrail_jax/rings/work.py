@@ -1,4 +1,4 @@
-"""How much attention a mask leaves to compute, and how evenly the devices share it."""
+"""Counts the work that a mask leaves, and how evenly the devices share it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def visible_pairs(mask: Mask, seq_len: int) -> int:
 
 
 def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str, float]:
-    """What part of the work of backend "tiled" each kernel does, over all devices.
+    """The part of the work of backend "tiled" that each kernel does, over all devices.
 
     Work is counted in pairs of a query and a key for which something is computed: half of the pairs
     of a causal tile, and all pairs of others. Segment ids are not known, and are left out.
@@ -76,7 +76,7 @@ def kernel_shares(schedule: Schedule, share: Sizes, *, dense: bool) -> dict[str,
     Args:
         schedule: the schedule.
         share: the share of one device.
-        dense: whether cuDNN serves no tile.
+        dense: whether cuDNN supports no tile.
 
     Returns:
         "full" and "causal" (tiles that cuDNN attends) and "dense" -> part of the whole.
@@ -143,7 +143,7 @@ def _cut(runs: Runs, parts: int) -> list[tuple[int, Span]]:
 
 
 def advice_on_balance(schedule: Schedule, query_tokens: int, key_tokens: int) -> str | None:
-    """What to do about devices that wait for the busiest one; None if none waits long.
+    """Advice if devices wait long for the busiest one; None if none does.
 
     Args:
         schedule: the schedule.

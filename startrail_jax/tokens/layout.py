@@ -1,4 +1,4 @@
-"""Which device holds each token of the sequence: permutations and positions, without collectives.
+"""The device of each token of the sequence: permutations and positions, without collectives.
 
 A layout is an order of the tokens. Shard r of the token axis in this order belongs to sequence rank
 r, the flat index over the mesh axes (ring, group, team, head). A *unit* is the tokens that a gather
@@ -132,7 +132,7 @@ class Layout:
 
         Args:
             seq_len: tokens of the whole sequence.
-            name: what the message calls the length.
+            name: name of the length in the message.
 
         Raises:
             ValueError: if the length is not a positive multiple of `multiple`.
@@ -284,7 +284,7 @@ def token_axis(x: Any, axis: int) -> int:
 
 def check_unsharded(x: Any) -> None:
     """Raises if `x` is sharded: reordering it would send nearly all of it between devices, and as a
-    rule it is in the order of the layout already."""
+    rule it is already in the order of the layout."""
     import jax
     from jax.core import Tracer
 

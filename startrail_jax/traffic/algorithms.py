@@ -1,4 +1,4 @@
-"""How a collective is divided into messages, by NCCL and by gloo. It needs NumPy alone."""
+"""Divides collectives into messages, as NCCL and gloo do. It needs NumPy alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fractions import Fraction
 import numpy as np
 
 Step = tuple[Sequence[int] | np.ndarray, Fraction]
-"""The receiver of each member of a group, and the part that it sends of what a member receives in
-all if nothing is sent twice. A device does not message itself."""
+"""The receiver of each member of a group, and the size of the message: a fraction of the bytes that
+a member receives in all if nothing is sent twice. A device does not message itself."""
 Algorithm = Callable[[int], list[Step]]
-"""Size of a group -> what its members send each other."""
+"""Size of a group -> the messages of its members."""
 
 
 def ring(n: int) -> list[Step]:
@@ -21,7 +21,7 @@ def ring(n: int) -> list[Step]:
 
 
 def direct(n: int) -> list[Step]:
-    """Every member sends to every other one what is for it."""
+    """Every member sends every other member its part directly."""
     return [((np.arange(n) + i) % n, Fraction(1, n - 1)) for i in range(1, n)]
 
 

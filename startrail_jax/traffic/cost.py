@@ -39,20 +39,20 @@ _SAID_BY_MESH = {"degrees", "order", "devices_per_node", "options"}
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What the device that receives the most bytes receives in one pass."""
+    """Network traffic of one pass, on the device that receives the most bytes."""
 
     transfers: tuple[Transfer, ...]
     """The steps that move bytes, in the order of the schedule."""
     unit_bytes: int
     """Bytes of one unit of traffic: one device's share of the query, at input width."""
     unit: str = "one device's share of the query"
-    """What a unit is."""
+    """Description of a unit."""
     nodes: NodeTraffic | None = None
     """Bytes through the ports of the nodes; None if the size of a node is not given."""
 
     @property
     def received_bytes(self) -> int:
-        """All bytes, including those of lse, delta and segment ids."""
+        """All bytes, with lse, delta and segment ids."""
         return sum(transfer.received_bytes for transfer in self.transfers)
 
     @property
@@ -65,7 +65,7 @@ class Traffic:
 
     @property
     def units(self) -> float:
-        """Tensor bytes in units of traffic, without those of lse, delta and segment ids.
+        """Tensor bytes in units of traffic, without lse, delta and segment ids.
 
         A unit is (N/P tokens) x query heads x head_dim elements at input width, so that a float32
         gradient of a 16-bit query counts two.
@@ -90,7 +90,7 @@ class Communication:
     total: Traffic
     """Both passes, with no part of the forward pass recomputed."""
     backward_mode: Side | None
-    """Which side travels round the ring in the backward pass; None for linear attention."""
+    """Side that travels round the ring in the backward pass; None for linear attention."""
     order: tuple[str, ...] | None
     """Order of the mesh axes over the nodes, slowest first; None if the size of a node is not
     given."""
@@ -190,7 +190,7 @@ def communication(
         **options: those of `startrail_jax.rings.options.Options`, as for `Attention`.
 
     Returns:
-        The bytes. Of a group of n devices, each receives n - 1 shards in an all_gather or
+        The bytes. In a group of n devices, each receives n - 1 shards in an all_gather or
         reduce_scatter, (n - 1) / n of the buffer in an all_to_all, twice that in an all_reduce, and
         the whole buffer in a permute. The bytes for returning lse to the caller, or for its
         gradient, are not counted; there are none unless the head degree is above 1.

@@ -1,8 +1,8 @@
 """Bytes between each pair of devices, and those that pass through the ports of the nodes.
 
-`messages` says it in closed form, and `startrail_jax.analysis.messages` counts it in a compiled
-program; both divide a collective into messages by one table, `NCCL`. Where the devices are is a
-matter of the order of the mesh axes (`startrail_jax.devices.nodes`) and changes no message.
+`messages` gives them in closed form, and `startrail_jax.analysis.messages` counts them in a
+compiled program; both divide a collective into messages by one table, `NCCL`. The order of the mesh
+axes says where the devices are (`startrail_jax.devices.nodes`), and changes no message.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from startrail_jax.traffic.algorithms import NCCL, Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTraffic:
-    """What passes through the ports of the nodes, and inside of them, in bytes."""
+    """Bytes through the ports of the nodes, and inside the nodes."""
 
     sent: tuple[int, ...]
-    """What each node sends to other nodes."""
+    """Bytes that each node sends to other nodes."""
     received: tuple[int, ...]
-    """What each node receives from other nodes."""
+    """Bytes that each node receives from other nodes."""
     inside: tuple[int, ...]
-    """What the devices of each node send each other."""
+    """Bytes that the devices of each node send each other."""
     sent_by_device: tuple[int, ...]
-    """What each device sends to other nodes: its traffic if it has a port of its own. Devices are
-    in the order of the mesh."""
+    """Bytes that each device sends to other nodes: its traffic if it has a port of its own. Devices
+    are in the order of the mesh."""
     received_by_device: tuple[int, ...]
-    """What each device receives from other nodes."""
+    """Bytes that each device receives from other nodes."""
 
     @property
     def port_bytes(self) -> int:
-        """What the busiest node sends and receives through its port, added up."""
+        """Bytes that the busiest node sends and receives through its port, added up."""
         return max(map(sum, zip(self.sent, self.received, strict=True)))
 
     @property
     def port_sent_bytes(self) -> int:
-        """What the node that sends most sends through its port."""
+        """The most bytes that a node sends through its port."""
         return max(self.sent)
 
     @property
     def port_received_bytes(self) -> int:
-        """What the node that receives most receives through its port."""
+        """The most bytes that a node receives through its port."""
         return max(self.received)
 
     @property
     def inside_bytes(self) -> int:
-        """What the devices of a node send each other, in the node where that is most."""
+        """The most bytes that the devices of a node send each other."""
         return max(self.inside)
 
 
@@ -88,13 +88,13 @@ class Messages:
         return matrix
 
     def through(self, nodes: Sequence[int] | np.ndarray) -> NodeTraffic:
-        """What passes through the ports of nodes.
+        """The traffic through the ports of the nodes.
 
         Args:
             nodes: the node of each device, in the order of the mesh: `node_grid(...).ravel()`.
 
         Raises:
-            ValueError: if that is another number of devices.
+            ValueError: if the number of devices differs.
         """
         nodes = np.asarray(nodes)
         if nodes.shape != (self.num_devices,):
@@ -191,14 +191,14 @@ def cheapest_order(
 ) -> tuple[str, ...]:
     """The order of the mesh axes with the fewest bytes through the busiest port of a node.
 
-    `data` stays slowest and `tensor` fastest, since what else a model sends along them is not
-    known here.
+    `data` stays slowest and `tensor` fastest, because the other messages of a model along them are
+    not known here.
 
     Args:
         degrees: the degrees of the mesh.
         nodes: the node of each device, as `startrail_jax.devices.nodes.nodes_of` gives it.
-        calls: the transfers of one call, or of several ones, for each of which the order should be
-            good: the largest ratio to the best order of that call is then the least.
+        calls: the transfers of one call, or of several calls: the order then has the smallest worst
+            ratio to the best order of each call.
         algorithms: collective -> how it is divided into messages.
 
     Returns:

@@ -52,7 +52,7 @@ def legal_degrees(
     given: Mapping[str, int] | None = None,
     **call: Any,
 ) -> list[Degrees]:
-    """The settings of `all_degrees` that serve an attention call.
+    """The settings of `all_degrees` that support an attention call.
 
     Args:
         num_devices: number of devices of the whole mesh.
@@ -79,7 +79,8 @@ def refusal(
     key_len: int | None = None,
     layout: str | None = None,
 ) -> str | None:
-    """Why `startrail_jax.Attention` refuses a call on a mesh of these degrees; None if it does not.
+    """The reason why `startrail_jax.Attention` refuses a call on these degrees; None if it does
+    not.
 
     Args:
         degrees: the setting.
