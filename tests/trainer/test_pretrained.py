@@ -722,7 +722,7 @@ def test_command_line_takes_the_model_from_the_folder(model, tmp_path):
     assert other.model.width == 16
     # Tokens need no tokenizer.
     np.save(tmp_path / "train.npy", np.zeros(99, np.uint16))
-    data = dataclasses.replace(command.data, tokenizer=None, path=tmp_path / "train.npy")
+    data = dataclasses.replace(command.data, tokenizer=None, path=(tmp_path / "train.npy",))
     command = dataclasses.replace(command, data=data)
     assert with_tokenizer(command).data.tokenizer is None
 
