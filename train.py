@@ -162,7 +162,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             if session.is_first:
                 data.keep(run_dir)
             # State: that of the newest checkpoint, or a new one.
-            loop = Loop(program, feed, checkpoints, report, interrupted, initial)
+            sampler = task.sampler(program, data)
+            loop = Loop(program, feed, checkpoints, report, interrupted, initial, sampler)
             done = loop.begin()
             copies.begin(done)
 
@@ -172,13 +173,8 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
 
             # Result.
             report.line(f"validation loss {loop.validation_loss:.4f} {data.loss_unit}")
-            weights = loop.state.result
             later = itertools.count(config.steps + 1)
-            with report.pause("sampling"):
-                for line in task.sample_after_training(
-                    program, weights, data, lambda: interrupted(next(later))
-                ):
-                    report.line(line)
+            loop.sample(config.steps, lambda: interrupted(next(later)))
     return Losses(loop.losses, loop.validation_loss)
 
 
@@ -211,6 +207,9 @@ def _run_steps(loop: Any, done: int) -> bool:
                 if not interrupted(step):
                     loop.read_metrics(all_steps=True, validation_loss=loop.validation_loss)
             loop.read_metrics()
+            if loop.samples_after(step) and not interrupted(step):
+                loop.read_metrics(all_steps=True)
+                loop.sample(step)
             if config.profile and step == config.profile[1]:
                 loop.read_metrics(all_steps=True)
                 trace.close()

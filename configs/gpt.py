@@ -12,6 +12,7 @@ from trainer.gpt.config import (
     GPTTrainConfig,
     LinearConfig,
     RopeConfig,
+    TextSampleConfig,
 )
 
 
@@ -28,7 +29,7 @@ def gpt_tiny() -> GPTTrainConfig:
         steps=800,
         batch_size=2,
         seq_len=1024,
-        sample_length=256,
+        sample=TextSampleConfig(length=256),
         run_dir=Path("runs/gpt_tiny"),
     )
 

@@ -36,7 +36,7 @@ SMALL = dict(vocab_size=48, width=24, layers=2, heads=8, kv_heads=2, head_dim=4,
 TINY = (
     "--model.width 16 --model.layers 1 --model.heads 2 --model.kv-heads 1 --model.head-dim 8 "
     "--model.mlp-width 32 --seq-len 32 --batch-size 2 --validation-sequences 2 --log-every 1 "
-    "--sample-length 0 --no-tensorboard"
+    "--sample.length 0 --no-tensorboard"
 )
 REPOSITORY = Path(st.__file__).parents[1]
 
@@ -205,7 +205,7 @@ def compile_gradients(program):
 # What no program is computed from; of `data`, only what follows below is.
 NOT_COMPUTED_FROM = {
     *("run_dir", "checkpoint", "data", "validation_every", "validation_sequences", "log_every"),
-    *("profile", "non_finite", "allow_changes", "sample_length", "tensorboard", "plan"),
+    *("profile", "non_finite", "allow_changes", "sample", "tensorboard", "plan"),
     *("wandb", "mlflow", "mirror"),
 }
 

@@ -417,6 +417,17 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Samples of the model while it trains."""
+
+    every: int | None = None
+    """Number of steps between samples. The default is none before the end of the run."""
+
+    def __post_init__(self) -> None:
+        check_minimum("sample.every", self.every, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole training run. Each kind of model has a subclass, such as `GPTTrainConfig`."""
 
@@ -450,10 +461,7 @@ class TrainConfig:
             "tile",
             "gradient_accumulation",
         ),
-        "evaluation": (
-            *("validation_every", "validation_sequences", "ema_decay"),
-            *("sample_length", "temperature"),
-        ),
+        "evaluation": (*("validation_every", "validation_sequences", "ema_decay"),),
         "guards": ("non_finite", "non_finite_limit"),
     }
     """Title in the help -> settings without a prefix, of all kinds of runs, in this order."""
@@ -620,6 +628,11 @@ class TrainConfig:
     def idle_settings(self) -> tuple[str, ...]:
         """Dotted names of the settings that have no effect because of other settings."""
         return ()
+
+    @property
+    def steps_between_samples(self) -> int | None:
+        """Number of steps between samples during training; None for no such samples."""
+        return None
 
     @property
     def documents_drawn(self) -> int | None:

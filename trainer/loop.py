@@ -31,7 +31,7 @@ from trainer.run.folder import (
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import CONFIG_FILE, result_flags, save_config
 from trainer.run.trackers import open_trackers
-from trainer.task import InitialWeights
+from trainer.task import InitialWeights, Sampler
 
 
 class _Step(NamedTuple):
@@ -59,6 +59,7 @@ class Loop:
         report: Reporter,
         interrupted: Callable[[int], bool],
         initial: InitialWeights | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         """Prepares the loop; `begin` makes its state, with random weights if `initial` is None.
         `interrupted` tells whether to stop after a step: see `trainer.run.interruption`."""
@@ -76,6 +77,7 @@ class Loop:
         self._program = program
         self._feed = feed
         self._initial = initial
+        self._sampler = sampler
         # Position in the data after the last step: a batch that cannot be read may change that of
         # the feed.
         self._position = feed.get_state()
@@ -199,6 +201,23 @@ class Loop:
                 new = self._program.losses(self.state.result, batch)
                 total, weight = total + float(new[0]), weight + float(new[1])
         self.validation_loss = total / weight
+
+    def samples_after(self, step: int) -> bool:
+        """Whether samples are due after a step; those of the last step come at the end."""
+        every = self.config.steps_between_samples
+        return every is not None and step % every == 0 and step < self.config.steps
+
+    def sample(self, step: int, interrupted: Callable[[], bool] | None = None) -> None:
+        """Prints samples of the model after a step, unless interrupted."""
+        if self._sampler is None:
+            return
+        jax.block_until_ready(self.state)
+        with self.report.pause("sampling"):
+            stops = interrupted or (lambda: self.interrupted(step))
+            if step < self.config.steps:
+                self.report.line(f"samples after step {step}:")
+            for line in self._sampler(self.state.result, step, stops):
+                self.report.line(line)
 
     def read_metrics(self, *, all_steps: bool = False, **measured: float) -> None:
         """Waits for the metrics of the steps (with `all_steps`, of the last one too), and reports

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from trainer.config import MeshConfig, TrainConfig
 from trainer.data.dataset import Dataset
@@ -61,6 +61,15 @@ def with_rate_of_adapters(config: Any, flag: Callable[[str], str | None]) -> Any
     if config.lora.rank is None and flag("--lora.rank") not in (None, "None"):
         return replace(config, optimizer=config.optimizer.for_adapters())
     return config
+
+
+class Sampler(Protocol):
+    """Samples of a model while it trains. All processes call it, after the same steps."""
+
+    def __call__(self, weights: Any, step: int, interrupted: Callable[[], bool]) -> Iterable[str]:
+        """Paragraphs for the log that show what the model has learnt after a step. `interrupted`
+        tells whether to stop early; all processes must call it equally often."""
+        ...
 
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -156,15 +165,11 @@ class Task(ABC, Generic[Config, Options]):
             CheckpointError: if there is no checkpoint, or it cannot be read.
         """
 
-    def sample_after_training(
-        self, program: Any, weights: Any, data: Any, interrupted: Callable[[], bool]
-    ) -> Iterable[str]:
-        """Paragraphs for the end of the log that show what the model has learnt; none by default.
+    def sampler(self, program: Any, data: Any) -> Sampler | None:
+        """Draws samples while a run trains and after it; None for no samples.
 
         Args:
             program: `trainer.parallel.step.Program` of the run.
-            weights: weights of the trained model.
             data: what `open_data` returned.
-            interrupted: tells whether to stop early. All processes must call it equally often.
         """
-        return ()
+        return None

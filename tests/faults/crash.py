@@ -52,7 +52,7 @@ FLAGS = (
     "--devices 2 --model.width 32 --model.layers 2 --model.heads 2 --model.kv-heads 1 "
     "--model.head-dim 16 --model.mlp-width 64 --batch-size 2 --seq-len 32 --log-every 1 "
     f"--checkpoint.every {EVERY} --validation-every 1000000 --validation-sequences 2 "
-    "--sample-length 0 --no-tensorboard"
+    "--sample.length 0 --no-tensorboard"
 )
 
 

@@ -37,7 +37,7 @@ FLAGS = (
     "--mesh.c 1 --zero 3 --model.width 32 --model.layers 1 --model.heads 2 "
     f"--model.kv-heads 1 --model.head-dim 16 --model.mlp-width 64 --seq-len {SEQ_LEN} "
     "--batch-size 2 --log-every 1 --checkpoint.every 3 --validation-every 1000000 "
-    "--validation-sequences 2 --sample-length 0 --no-tensorboard "
+    "--validation-sequences 2 --sample.length 0 --no-tensorboard "
 )
 # A process is killed when the process that started it ends, however that happens.
 _BEGINNING = "import ctypes, runpy; ctypes.CDLL(None).prctl(1, 9); "

@@ -51,5 +51,7 @@ class LettersTask(Task[LettersConfig, LettersOptions]):
         found = zip(options.text, np.argmax(outputs[0], axis=-1), strict=False)
         session.print("".join(config.alphabet[i] if x == "_" else x for x, i in found))
 
-    def sample_after_training(self, program, weights, data, interrupted):
-        yield f"first embedding: {float(weights['embedding'][0, 0]):.2f}"
+    def sampler(self, program, data):
+        return lambda weights, step, interrupted: [
+            f"first embedding: {float(weights['embedding'][0, 0]):.2f}"
+        ]

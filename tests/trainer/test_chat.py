@@ -20,7 +20,7 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.chat.forms import has_examples
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.config import DataConfig, TextOptions
+from trainer.gpt.config import DataConfig, TextOptions, TextSampleConfig
 from trainer.gpt.corpus import open_corpora
 from trainer.gpt.sample import prompt_tokens, stops_of_run, template_of_run
 from trainer.gpt.task import GPTTask
@@ -151,7 +151,11 @@ def test_template_is_found_beside_the_tokenizer(tmp_path, tokenizer):
 def test_only_completions_count(tmp_path):
     path = completions(tmp_path / "data.jsonl", 30, prompt="ü? ", answer="ñ!")
     config = dataclasses.replace(
-        gpt_tiny(), data=of_completions(path), seq_len=23, sample_length=0, run_dir=tmp_path / "run"
+        gpt_tiny(),
+        data=of_completions(path),
+        seq_len=23,
+        sample=TextSampleConfig(),
+        run_dir=tmp_path / "run",
     )
     data = GPTTask().open_data(config, NATURAL)
     batch = data.collate([data.train[0], data.train[1]], [0, 1])
@@ -251,7 +255,7 @@ def test_loss_on_all_tokens_finds_out_what_the_data_are(tmp_path, tokenizer):
     ):
         paths = () if path is None else (path,)
         assert has_examples(DataConfig(path=paths, loss=loss)) == expected
-    config = dataclasses.replace(gpt_tiny(), seq_len=16, sample_length=0)
+    config = dataclasses.replace(gpt_tiny(), seq_len=16, sample=TextSampleConfig())
     data = DataConfig(path=(talks,), tokenizer=tokenizer, loss="all")
     run = dict(run_dir=tmp_path / "run", seq_len=160)
     opened = GPTTask().open_data(dataclasses.replace(config, data=data, **run), NATURAL)

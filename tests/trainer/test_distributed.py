@@ -274,7 +274,7 @@ def train_in(count, run_dir, data, capsys):
         capsys.readouterr()
         train.train(train.read_command_line(flags).settings)
         return [capsys.readouterr().out]
-    flags += ["--sample-length", "2"]
+    flags += ["--sample.length", "2"]
     with failures.Processes(count, flags, folder=data.parent) as processes:
         processes.end()
         return [processes.output(index) for index in range(count)]

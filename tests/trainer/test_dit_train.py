@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tyro
+from PIL import Image
 
+import sample
 import train
 from configs.dit import dit_1b, dit_digits
 from programs import interrupt_after
@@ -39,6 +41,22 @@ def test_an_interrupted_run_goes_on_on_another_mesh(tmp_path, monkeypatch):
     second = run(tmp_path / "run", flags, steps=6)
     np.testing.assert_allclose(first.train + second.train, undisturbed.train, rtol=1e-5)
     np.testing.assert_allclose(second.validation, undisturbed.validation, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_images_during_training_are_those_of_sample_py(tmp_path):
+    """On the mesh of training, with its ZeRO; the losses are those without images."""
+    plain = run(tmp_path / "plain", steps=3)
+    for zero, mesh in ((2, "--mesh.c 1"), (3, "--mesh.data 2 --mesh.head 4")):
+        folder = tmp_path / str(zero)
+        flags = f"{mesh} --zero {zero} --sample.every 2 --sample.images 2"
+        np.testing.assert_allclose(run(folder, flags, steps=3).train, plain.train, rtol=1e-5)
+        assert {x.name for x in (folder / "samples").iterdir()} == {"step-2.png", "step-3.png"}
+        sample.sample([str(folder), "--samples", "2"])
+        drawn = (Image.open(x) for x in (folder / "samples" / "step-3.png", folder / "samples.png"))
+        during, after = (np.asarray(image).astype(int) for image in drawn)
+        assert np.unique(after).size > 50
+        assert abs(during - after).max() <= 1
 
 
 def test_average_is_neither_begun_nor_left_by_a_run_that_goes_on(tmp_path):

@@ -25,7 +25,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.order import PartBatches
 from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
-from trainer.gpt.config import DataConfig, LinearConfig, RopeConfig
+from trainer.gpt.config import DataConfig, LinearConfig, RopeConfig, TextSampleConfig
 from trainer.gpt.corpus import Stream, open_corpora
 from trainer.gpt.documents import text_documents
 from trainer.gpt.objective import NextToken
@@ -351,7 +351,7 @@ def test_two_processes_train_as_one_device_on_single_rows(tmp_path, changes):
     flags = (
         f"{sizes} {changes} --devices 8 --seq-len {LONGEST} --batch-size 6 --steps {STEPS} "
         "--log-every 1 --optimizer.learning-rate 1e-2 --data.batches documents --data.draw 24 "
-        f"--data.end-of-document {END} --sample-length 0 --no-tensorboard "
+        f"--data.end-of-document {END} --sample.length 0 --no-tensorboard "
         f"--data.path {folder} --run-dir {tmp_path / 'run'}"
     ).split()
     with failures.Processes(2, flags, folder=tmp_path) as processes:
@@ -505,7 +505,9 @@ def test_token_that_ends_and_begins_documents_belongs_to_the_one_that_it_begins(
     np.save(tmp_path / "a.npy", np.tile(tokens, 30))
     given = DataConfig(path=(tmp_path / "a.npy",), begin_of_document=END, end_of_document=END)
     data = GPTTask().open_data(
-        dataclasses.replace(gpt_tiny(), data=given, seq_len=8, sample_length=0, run_dir=tmp_path),
+        dataclasses.replace(
+            gpt_tiny(), data=given, seq_len=8, sample=TextSampleConfig(), run_dir=tmp_path
+        ),
         Layout("contiguous", 1),
     )
     batch = data.collate([data.train[0]], [0])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from configs.gpt import gpt_tiny
-from trainer.gpt.config import GPTConfig
+from trainer.gpt.config import GPTConfig, TextSampleConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.flops import peak_flops
 
@@ -15,7 +15,7 @@ CONFIG = GPTConfig(width=24, layers=3, heads=4, kv_heads=2, head_dim=10, mlp_wid
 
 
 def flops_of(model, seq_len):
-    config = replace(gpt_tiny(), model=model, seq_len=seq_len, sample_length=0)
+    config = replace(gpt_tiny(), model=model, seq_len=seq_len, sample=TextSampleConfig())
     return NextToken(config).flops_per_token
 
 

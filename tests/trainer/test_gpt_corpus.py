@@ -16,7 +16,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import documents, files
 from trainer.gpt import corpus, encoding
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.encoding import share_of_key
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
@@ -284,7 +284,11 @@ def test_tokens_that_fill_no_sequence_are_counted_in_the_log(tmp_path):
     np.save(tmp_path / "val.npy", np.zeros(100, np.uint16))
     data = DataConfig(path=(tmp_path / "tokens",), validation_path=tmp_path / "val.npy")
     config = dataclasses.replace(
-        gpt_tiny(), data=data, seq_len=64, sample_length=8, run_dir=tmp_path / "run"
+        gpt_tiny(),
+        data=data,
+        seq_len=64,
+        sample=TextSampleConfig(length=8),
+        run_dir=tmp_path / "run",
     )
     opened = GPTTask().open_data(config, Layout("contiguous", 1))
     assert len(opened.train) == 15

@@ -35,10 +35,10 @@ from trainer.checkpoints.reading import restore_weights
 from trainer.config import MeshConfig
 from trainer.data import files
 from trainer.gpt import sample as text_samples
-from trainer.gpt.config import DataConfig, GPTConfig, TextOptions
+from trainer.gpt.config import DataConfig, GPTConfig, TextOptions, TextSampleConfig
 from trainer.gpt.corpus import Corpus, Stream
 from trainer.gpt.objective import model_arguments
-from trainer.gpt.sample import continue_text, prompt_tokens, stops_of_run
+from trainer.gpt.sample import Continuation, prompt_tokens, stops_of_run
 from trainer.gpt.text import IdTokenizer, TextStream, encode_prompt, open_tokenizer
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
 from trainer.run.folder import open_run
@@ -64,7 +64,7 @@ def make_weights(step=0):
 
 
 def make_config(run_dir, **changes):
-    sizes = {"model": MODEL, "seq_len": 16, "sample_length": 8, "devices": 2}
+    sizes = {"model": MODEL, "seq_len": 16, "sample": TextSampleConfig(length=8), "devices": 2}
     return dataclasses.replace(gpt_tiny(), run_dir=run_dir, **sizes | changes)
 
 
@@ -334,7 +334,7 @@ def test_sample_reads_no_more_of_the_data_than_tells_their_kind(tmp_path, monkey
     assert isinstance(found, IdTokenizer)
 
 
-def final_sample(window=None, **options):
+def final_sample(window=None, interrupted=lambda: False):
     """What train.py shows at its end, of a run whose rows need no longer window than this."""
     tokens = np.array([7, 7, 1, 2, 3, 7, 4, 7, 9, 9], np.uint8)
     stream = Stream(name="held out", tokens=tokens, vocab_size=256)
@@ -347,7 +347,10 @@ def final_sample(window=None, **options):
     program = SimpleNamespace(
         config=config, attention=st.Attention(mesh, causal=True, window=window)
     )
-    return continue_text(program, make_weights(), corpus, **options)
+    lines = Continuation(program, corpus)(make_weights(), 1, interrupted)
+    names, texts = zip(*(line.split("\n") for line in lines), strict=True)
+    assert names == ("--- held-out text", "--- continued by the model")
+    return texts
 
 
 @pytest.mark.slow
@@ -373,7 +376,7 @@ def test_run_stops_where_its_pretrained_model_does(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_continue_text_stays_in_one_document_and_stops_when_it_is_asked_to():
+def test_continuation_stays_in_one_document_and_stops_when_it_is_asked_to():
     prompt, text = final_sample()
     assert prompt == "1 2 3"
     assert len(text.split()) == 8

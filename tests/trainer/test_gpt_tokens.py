@@ -24,7 +24,7 @@ from trainer.data.documents import Document
 from trainer.data.slices import Slicer
 from trainer.errors import StorageError
 from trainer.gpt import encoding
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.corpus import open_corpora
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenize import main
@@ -372,7 +372,7 @@ def test_run_caches_tokens_beside_its_folder(text, tokenizer, tmp_path):
         model=dataclasses.replace(recipe.model, vocab_size=400),
         data=DataConfig(path=(text,), tokenizer=tokenizer, validation_fraction=0.2),
         seq_len=8,
-        sample_length=0,
+        sample=TextSampleConfig(),
         run_dir=tmp_path / "runs" / "mine",
     )
     data = GPTTask().open_data(config, Layout("contiguous", 1))

@@ -9,7 +9,7 @@ import pytest
 import train
 from configs.gpt import gpt_tiny
 from trainer.gpt import sample as sampling
-from trainer.gpt.config import GPTConfig
+from trainer.gpt.config import GPTConfig, TextSampleConfig
 from trainer.run.interruption import SIGNALS, interruption
 
 
@@ -54,15 +54,15 @@ def test_second_signal_from_the_keyboard_interrupts_at_once(own_handler, first):
 def test_signal_during_the_final_sample_ends_a_whole_run(own_handler, tmp_path, monkeypatch):
     """The run is saved before its sample, so the program has succeeded."""
 
-    def sample(*arguments, interrupted):
+    def sample(self, weights, step, interrupted):
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupted()
-        return "", ""
+        return ()
 
-    monkeypatch.setattr(sampling, "continue_text", sample)
+    monkeypatch.setattr(sampling.Continuation, "__call__", sample)
     model = GPTConfig(width=16, layers=1, heads=2, kv_heads=1, head_dim=4, mlp_width=16)
     config = replace(gpt_tiny(), model=model, devices=1, seq_len=16, batch_size=1, steps=1,
-                     validation_sequences=1, sample_length=4, tensorboard=False,
+                     validation_sequences=1, sample=TextSampleConfig(length=4), tensorboard=False,
                      run_dir=tmp_path)  # fmt: skip
     losses = train.train(config)
     assert len(losses.train) == 1

@@ -17,7 +17,7 @@ from startrail_jax.tokens.documents import PartStream
 from startrail_jax.tokens.layout import Layout
 from trainer.data.mixture import Mixture, drawn, fractions_of, mixed_epochs
 from trainer.data.order import TrainingBatches, validation_batches
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.dataset import open_dataset
 
 pytestmark = pytest.mark.quick
@@ -45,7 +45,7 @@ def opened(paths, **options):
     data = DataConfig(path=paths, **options)
     model = dataclasses.replace(gpt_tiny().model, vocab_size=1000)
     config = dataclasses.replace(
-        gpt_tiny(), model=model, data=data, seq_len=LENGTH, sample_length=0
+        gpt_tiny(), model=model, data=data, seq_len=LENGTH, sample=TextSampleConfig()
     )
     return open_dataset(config, NATURAL)
 

@@ -95,8 +95,8 @@ def test_vocabulary_follows_the_tokenizer_unless_it_is_given(flags, vocabulary, 
 
 @pytest.mark.parametrize(
     ("flags", "length"),
-    [("--seq-len 128", 64), ("--seq-len 300", 256), ("--seq-len 128 --sample-length 100", 100)],
+    [("--seq-len 128", 64), ("--seq-len 300", 256), ("--seq-len 128 --sample.length 100", 100)],
 )
 def test_sample_is_shorter_than_a_sequence(flags, length):
     settings = train.read_command_line(["gpt_tiny", *flags.split()]).settings
-    assert settings.sample_length == length
+    assert settings.sample.length == length

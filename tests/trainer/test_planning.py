@@ -21,7 +21,7 @@ from startrail_jax.planner.search import REMAT
 from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, Distributed, LoraConfig, MeshConfig, OptimizerConfig
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step_sizes import SURE, chosen_step, footprint, step_limit
 from trainer.planning import Planner
@@ -336,7 +336,9 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
 
 def test_a_run_keeps_the_default_mesh_that_was_predicted(tmp_path, monkeypatch, capsys):
     np.save(tmp_path / "tokens.npy", np.arange(2048, dtype=np.uint16) % 96)
-    changes = dict(run_dir=tmp_path, devices=8, steps=1, sample_length=0, tensorboard=False)
+    changes = dict(
+        run_dir=tmp_path, devices=8, steps=1, sample=TextSampleConfig(), tensorboard=False
+    )
     data = DataConfig(path=(tmp_path / "tokens.npy",))
     config = make_config(dict(layers=1), plan="off", data=data, **changes)
     with monkeypatch.context() as patch:
@@ -355,7 +357,7 @@ def test_a_run_keeps_the_default_mesh_that_was_predicted(tmp_path, monkeypatch, 
 @pytest.mark.slow
 def test_train_plans_for_documents(measured, tmp_path, capsys):
     asked = documents(np.arange(3, 90), tmp_path / "tokens.npy", devices=8, plan="show")
-    changes = dict(run_dir=tmp_path / "run", sample_length=0, steps=1)
+    changes = dict(run_dir=tmp_path / "run", sample=TextSampleConfig(), steps=1)
     config = dataclasses.replace(asked.config, **changes)
     assert train(config).validation is None
     shown = capsys.readouterr().out

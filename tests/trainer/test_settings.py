@@ -13,7 +13,7 @@ from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import MeshConfig
-from trainer.gpt.config import DataConfig, GPTTrainConfig, RopeConfig
+from trainer.gpt.config import DataConfig, GPTTrainConfig, RopeConfig, TextSampleConfig
 from trainer.run.settings import load_config, read_kind, save_config
 
 pytestmark = pytest.mark.quick
@@ -128,12 +128,22 @@ def test_loss_of_an_older_file_has_another_name(config, tmp_path, former, loss):
     assert load_config(GPTTrainConfig, path).data == replace(config.data, loss=loss)
 
 
+def test_samples_of_an_older_file_have_other_names(config, tmp_path):
+    path = tmp_path / "config.json"
+    save_config(config, path)
+    values = json.loads(path.read_text())
+    change(values, {"sample": None, "sample_length": 5, "temperature": 0.5})
+    path.write_text(json.dumps(values))
+    sample = TextSampleConfig(length=5, temperature=0.5)
+    assert load_config(GPTTrainConfig, path) == replace(config, sample=sample)
+
+
 @pytest.mark.parametrize("former", ["a.jsonl", None])
 def test_data_of_an_older_file_have_one_path_or_none(config, tmp_path, former):
     path = tmp_path / "config.json"
     save_config(config, path)
     values = json.loads(path.read_text())
-    change(values, {"data": {"path": former}})
+    values["data"]["path"] = former
     path.write_text(json.dumps(values))
     paths = () if former is None else (Path(former),)
     assert load_config(GPTTrainConfig, path).data == replace(config.data, path=paths)

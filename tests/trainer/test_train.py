@@ -17,7 +17,7 @@ from programs import interrupt_after, logged_steps, run_python
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.config import AttentionConfig, MeshConfig
-from trainer.gpt.config import GPTTrainConfig, RopeConfig
+from trainer.gpt.config import GPTTrainConfig, RopeConfig, TextSampleConfig
 from trainer.run.folder import current_versions
 
 pytestmark = pytest.mark.usefixtures("shared")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("shared")
 TINY = (
     "--model.width 24 --model.layers 2 --model.heads 8 --model.kv-heads 2 --model.head-dim 4 "
     "--model.mlp-width 32 --seq-len 64 --batch-size 4 --validation-sequences 4 --log-every 1 "
-    "--sample-length 0 --no-tensorboard --checkpoint.every 1000 "
+    "--sample.length 0 --no-tensorboard --checkpoint.every 1000 "
 )
 
 
@@ -104,6 +104,17 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     assert run(tmp_path / "undisturbed", RING, steps=7) == ([], undisturbed.validation)
 
 
+@pytest.mark.slow
+def test_samples_during_training_change_no_loss(tmp_path, capsys):
+    plain = run(tmp_path / "plain", RING, steps=5)
+    for zero in (1, 3):
+        flags = f"{RING} --zero {zero} --sample.every 2 --sample.length 8"
+        assert run(tmp_path / str(zero), flags, steps=5).train == pytest.approx(plain.train)
+        out = capsys.readouterr().out
+        assert [x for x in range(9) if f"samples after step {x}:" in out] == [2, 4]
+        assert out.count("--- continued by the model") == 3
+
+
 @pytest.mark.quick
 def test_flags_set_the_config():
     config = parse("--mesh.order head_first --mesh.devices-per-node 4")
@@ -133,7 +144,7 @@ LLAMA3 = dict(scaling="llama3", factor=2.0, original_length=9, turns=(1.0, 4.0))
 WRONG_PARTS = {
     None: [
         *({name: 0} for name in ("steps", "devices", "tile", "non_finite_limit")),
-        *({"seed": -1}, {"gradient_accumulation": 3}, {"sample_length": 1024}),
+        *({"seed": -1}, {"gradient_accumulation": 3}, {"sample": TextSampleConfig(length=1024)}),
         *({"profile": x} for x in ((3, 2), (800, 801))),
         ({"attention": AttentionConfig(keep_gathered=True), "remat": "full"}, "remat='full'"),
         ({"mesh": MeshConfig(data=3)}, "batch_size=3"),
@@ -260,7 +271,8 @@ def test_profile_traces_the_steps(tmp_path):
 
 def test_program_trains_evaluates_and_samples(tmp_path):
     flags = TINY.replace("--no-tensorboard", "") + (
-        "--steps 3 --log-every 3 --validation-every 2 --sample-length 32 --devices 4 --mesh.data 2"
+        "--steps 3 --log-every 3 --validation-every 2 --sample.length 32 --sample.every 1 "
+        "--devices 4 --mesh.data 2"
     )
     result = run_python("train.py", *flags.split(), "--run-dir", tmp_path)
     assert result.returncode == 0, result.stderr
@@ -273,9 +285,13 @@ def test_program_trains_evaluates_and_samples(tmp_path):
     words = last[0].split()
     assert words[:2] + words[3:] == ["validation", "loss", "nats/byte"]
     assert 4.0 < float(words[2]) < 6.0
+    starts = [x for x in lines if x.startswith(("samples after", "---", "step", "validation loss"))]
+    sample = ["--- held-out text", "--- continued by the model"]
+    assert starts[0:3] == ["samples after step 1:", *sample]
+    assert starts[4:7] == ["samples after step 2:", *sample]
+    assert starts[-3:] == [last[0], *sample]
     after = lines[lines.index(last[0]) + 1 :]
     assert "--- held-out text" in after
-    assert "--- continued by the model" in after
     assert list((tmp_path / "tensorboard").iterdir())
     (viewer,) = [line for line in lines if line.startswith("metrics in a browser: ")]
     assert viewer.endswith(f" -m tensorboard.main --logdir {tmp_path}/tensorboard")

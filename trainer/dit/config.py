@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
-from trainer.config import TrainConfig, check_minimum, check_range
+from trainer.config import SampleConfig, TrainConfig, check_minimum, check_range
 from trainer.places import check_on_disk
 from trainer.task import SampleOptions
 
@@ -185,6 +185,24 @@ class DenoiserTrainConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageSampleConfig(SampleConfig):
+    """Images that the model draws during training and at its end, with the averaged weights if
+    there are any."""
+
+    images: int = 4
+    """Number of images of each class, of the first ten."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_minimum("sample.images", self.images, 1)
+        if self.every is None and self.images != type(self).images:
+            raise InputError(
+                f"sample.images needs sample.every; got images={self.images} and no samples. Give "
+                "--sample.every, or leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiTTrainConfig(DenoiserTrainConfig):
     """A training run of a diffusion transformer."""
 
@@ -196,6 +214,12 @@ class DiTTrainConfig(DenoiserTrainConfig):
     """What the model learns to predict."""
     data: ImageConfig = field(default_factory=ImageConfig)
     """Data to train on."""
+    sample: ImageSampleConfig = field(default_factory=ImageSampleConfig)
+    """Images that are drawn during training, in the folder `samples` of the run."""
+
+    @property
+    def steps_between_samples(self) -> int | None:
+        return self.sample.every
 
 
 @dataclass(frozen=True, kw_only=True)

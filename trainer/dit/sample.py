@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
@@ -22,6 +23,7 @@ from trainer.dit.objective import Denoising
 from trainer.errors import StorageError
 from trainer.objective import Objective
 from trainer.parallel.step import Program
+from trainer.run.folder import writing
 from trainer.session import Session
 from trainer.weights.adapters import restore_model
 
@@ -36,49 +38,102 @@ def sample_images(
 ) -> None:
     """Draws images with the model of a run, and writes all of them to one file, a new one."""
     labels = rows_of_grid(config, options)
-    is_latent = config.data.holds_latents
-    what = "latents, which are no pixels" if is_latent else "images"
-    suffixes = (".npz",) if is_latent else (".png", ".npz")
-    out = file_to_write(run_dir, options.out, suffixes, what, session)
+    what = "images"
+    if config.data.holds_latents:
+        what = "latents, which are no pixels"
+    out = file_to_write(run_dir, options.out, _suffixes(config), what, session)
     rows = min(options.batch_size, len(labels))
     program = program_to_draw(config, session, Denoising, rows)
-    model, target = config.model, config.diffusion.target
-    guidance = options.guidance
-    if guidance is None:
-        is_guided = config.diffusion.dropout and model.classes
-        guidance = DEFAULT_GUIDANCE if is_guided else 1.0
-    if guidance != 1 and not (config.diffusion.dropout and model.classes):
-        raise InputError(
-            "guidance other than 1 needs a model that has learnt to draw with a class and without; "
-            f"got guidance={guidance}, classes={model.classes}, dropout="
-            f"{config.diffusion.dropout}. Use guidance=1."
-        )
-    sampler = options.sampler or SAMPLERS[target][0]
-
-    def draw_sample(predict: Predict, noise: Array) -> Array:
-        return sample(target, sampler, predict, noise, options.steps)
-
-    drawing = Drawing(program, sample=draw_sample, guidance=guidance)
+    grid = _GridOfClasses(program, options)
     shapes = program.state_shapes.model
     weights, step = restore_model(run_dir, config, shapes, note=session.note)
     session.note(f"model: {run_dir} after step {step}")
-    given = np.array(labels, np.int32)
-    without = np.full_like(given, model.classes)
-    drawn = drawing.draw(weights, given=given, without=without, seed=options.seed)
-    # Back to the scale of the data.
-    images = [x / np.float32(config.data.latent_scale) for x in drawn]
-
-    def write(file: IO[bytes]) -> None:
-        if out.suffix == ".npz":
-            np.savez(file, latents=np.stack(images), labels=np.array(labels))
-        else:
-            pixels = [to_pixels(image) for image in images]
-            scale = options.scale or math.ceil(LEAST_PIXELS / pixels[0].shape[1])
-            save_grid(pixels, file, columns=options.samples, scale=scale)
-
+    images = grid.draw(weights)
     if session.is_first:
-        what = "latents" if is_latent else "images"
-        session.note(f"{len(images)} {what}: {save_new(out, write)}")
+        place = save_new(out, lambda file: grid.write(images, file, out.suffix))
+        session.note(
+            f"{len(images)} {'latents' if config.data.holds_latents else 'images'}: {place}"
+        )
+
+
+class GridSampler:
+    """Draws images while a run trains, into its folder `samples`: a `trainer.task.Sampler`."""
+
+    def __init__(self, program: Program) -> None:
+        """Compiles nothing yet."""
+        config: Any = program.config
+        self._config = config
+        options = ImageOptions(samples=config.sample.images)
+        count = min(options.batch_size, len(rows_of_grid(config, options)))
+        attention = program.attention
+        drawing = _config_to_draw(config, attention, count)
+        self._grid = _GridOfClasses(Program(drawing, attention, Denoising(drawing)), options)
+
+    def __call__(self, weights: Any, step: int, interrupted: Callable[[], bool]) -> tuple[str, ...]:
+        """Writes step-N.png, or latents to step-N.npz."""
+        if interrupted():
+            return ()
+        images = self._grid.draw(weights)
+        run_dir, suffix = self._config.run_dir, _suffixes(self._config)[0]
+        path = run_dir / "samples" / f"step-{step}{suffix}"
+        if jax.process_index() == 0:
+            with writing(run_dir):
+                path.parent.mkdir(exist_ok=True)
+                part = path.with_name(f"{path.name}.part")
+                with part.open("wb") as file:
+                    self._grid.write(images, file, suffix)
+                part.replace(path)
+        return (f"{len(images)} {'latents' if suffix == '.npz' else 'images'}: {path}",)
+
+
+class _GridOfClasses:
+    """Images of some classes, which a program draws."""
+
+    def __init__(self, program: Program, options: ImageOptions) -> None:
+        config: Any = program.config
+        self._config, self._options = config, options
+        self._labels = rows_of_grid(config, options)
+        model, target = config.model, config.diffusion.target
+        is_guided = bool(config.diffusion.dropout and model.classes)
+        guidance = options.guidance
+        if guidance is None:
+            guidance = DEFAULT_GUIDANCE if is_guided else 1.0
+        if guidance != 1 and not is_guided:
+            raise InputError(
+                "guidance other than 1 needs a model that has learnt to draw with a class and "
+                f"without; got guidance={guidance}, classes={model.classes}, dropout="
+                f"{config.diffusion.dropout}. Use guidance=1."
+            )
+        sampler = options.sampler or SAMPLERS[target][0]
+
+        def draw_sample(predict: Predict, noise: Array) -> Array:
+            return sample(target, sampler, predict, noise, options.steps)
+
+        self._drawing = Drawing(program, sample=draw_sample, guidance=guidance)
+
+    def draw(self, weights: Any) -> list[Float32[np.ndarray, "F H W C"]]:
+        """The images, row by row of the grid, in the scale of the data."""
+        given = np.array(self._labels, np.int32)
+        without = np.full_like(given, self._config.model.classes)
+        seed = self._options.seed
+        drawn = self._drawing.draw(weights, given=given, without=without, seed=seed)
+        return [x / np.float32(self._config.data.latent_scale) for x in drawn]
+
+    def write(
+        self, images: Sequence[Float32[np.ndarray, "F H W C"]], file: IO[bytes], suffix: str
+    ) -> None:
+        """Writes a PNG file, or an *.npz file of images or latents and their labels."""
+        if suffix == ".npz":
+            np.savez(file, latents=np.stack(images), labels=np.array(self._labels))
+            return
+        pixels = [to_pixels(image) for image in images]
+        scale = self._options.scale or math.ceil(LEAST_PIXELS / pixels[0].shape[1])
+        save_grid(pixels, file, columns=self._options.samples, scale=scale)
+
+
+def _suffixes(config: DiTTrainConfig) -> tuple[str, ...]:
+    """Kinds of files of samples, the default first."""
+    return (".npz",) if config.data.holds_latents else (".png", ".npz")
 
 
 def program_to_draw(
@@ -87,18 +142,24 @@ def program_to_draw(
     """The program of a run on another mesh, to draw `rows` examples at a time, rounded up to a
     multiple of the data degree."""
     attention = st.Attention(session.mesh, **config.attention_of_model)
-    data = attention.degrees.data
     for_drawing = dataclasses.replace(
-        config,
-        batch_size=math.ceil(rows / data) * data,
-        mesh=MeshConfig(data=data),
+        _config_to_draw(config, attention, rows),
+        mesh=MeshConfig(data=attention.degrees.data),
         zero=3 if config.zero == 3 else 0,
         zero_axes=SHARDED_AXES,
+    )
+    return Program(for_drawing, attention, objective(for_drawing))
+
+
+def _config_to_draw(config: Any, attention: st.Attention, rows: int) -> Any:
+    data = attention.degrees.data
+    return dataclasses.replace(
+        config,
+        batch_size=math.ceil(rows / data) * data,
         gradient_accumulation=1,
         remat="none",
         offload=False,
     )
-    return Program(for_drawing, attention, objective(for_drawing))
 
 
 def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:

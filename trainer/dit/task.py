@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.data.dataset import Dataset
 from trainer.dit.config import DiTTrainConfig, ImageOptions
-from trainer.task import Task
+from trainer.task import Sampler, Task
 
 
 class DiTTask(Task[DiTTrainConfig, ImageOptions]):
@@ -31,6 +31,12 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         from trainer.dit.images import open_images
 
         return open_images(config, partial(image_batch, config=config, layout=layout))
+
+    def sampler(self, program: Any, data: Any) -> Sampler | None:
+        from trainer.dit.sample import GridSampler
+
+        del data
+        return None if program.config.sample.every is None else GridSampler(program)
 
     def sample(
         self, run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Any

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from startrail_jax.errors import InputError
-from trainer.config import LoraConfig, TrainConfig, check_minimum, check_range
+from trainer.config import LoraConfig, SampleConfig, TrainConfig, check_minimum, check_range
 from trainer.places import check_folder, check_on_disk
 from trainer.task import SampleOptions
 
@@ -548,6 +548,26 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextSampleConfig(SampleConfig):
+    """Continuations of the held-out data by the model, during training and after it."""
+
+    length: int = 0
+    """Number of tokens of a sample; 0 for no samples."""
+    temperature: float = 0.8
+    """Temperature of samples; 0 always takes the likeliest token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("length", "temperature"):
+            check_minimum(f"sample.{name}", getattr(self, name), 0)
+        if self.every is not None and not self.length:
+            raise InputError(
+                f"sample.every needs sample.length tokens; got every={self.every}, length=0. Give "
+                "--sample.length 100, or leave --sample.every out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPTTrainConfig(TrainConfig):
     """A training run of a GPT."""
 
@@ -572,10 +592,16 @@ class GPTTrainConfig(TrainConfig):
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """Whether ZeRO 3 gathers the experts of a layer, or sends each token to the devices that have
     its experts. The default is what sends fewer bytes: to gather them, if sequences are long."""
-    sample_length: int = 0
-    """Number of tokens to sample after training; 0 for no sample."""
-    temperature: float = 0.8
-    """Temperature of the sample; 0 always takes the likeliest token."""
+    sample: TextSampleConfig = field(default_factory=TextSampleConfig)
+    """Continuations of the held-out data, in the log."""
+
+    @staticmethod
+    def of_older_file(values: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a config.json with other names for `sample`."""
+        names = {"sample_length": "length", "temperature": "temperature"}
+        sample = {new: values[old] for old, new in names.items() if old in values}
+        others = {name: x for name, x in values.items() if name not in names}
+        return {**others, "sample": sample} if sample else values
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -592,12 +618,10 @@ class GPTTrainConfig(TrainConfig):
                 f"experts={self.experts}, zero={self.zero}, "
                 f"feed_forwards={' '.join(self.model.feed_forwards)}. Leave it out."
             )
-        for name in ("sample_length", "temperature"):
-            check_minimum(name, getattr(self, name), 0)
-        if self.sample_length >= self.seq_len:
+        if self.sample.length >= self.seq_len:
             raise InputError(
-                "sample_length must be below seq_len, which holds prompt and sample; got "
-                f"sample_length={self.sample_length}, seq_len={self.seq_len}. "
+                "sample.length must be below seq_len, which holds prompt and sample; got "
+                f"sample.length={self.sample.length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
             )
         longest = self.data.longest_document
@@ -629,6 +653,10 @@ class GPTTrainConfig(TrainConfig):
     @property
     def num_tokens(self) -> int:
         return self.seq_len
+
+    @property
+    def steps_between_samples(self) -> int | None:
+        return self.sample.every
 
     @property
     def documents_drawn(self) -> int | None:
@@ -708,7 +736,7 @@ class TextOptions(SampleOptions):
     @classmethod
     def of_run(cls, config: Any) -> TextOptions:
         return cls(
-            temperature=config.temperature,
+            temperature=config.sample.temperature,
             tokenizer=config.data.tokenizer,
             devices=config.devices,
             mesh=config.mesh,

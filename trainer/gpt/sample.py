@@ -194,35 +194,39 @@ def _read_prompt(options: TextOptions) -> str:
         ) from error
 
 
-def continue_text(
-    program: Any,
-    weights: Any,
-    corpus: Corpus,
-    *,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[str, str]:
-    """The start of the held-out data, and how the model continues it, as text, or as ids if their
-    text is not known. Each has `config.sample_length` tokens, or fewer if the sequence is too short
-    or a document ends. `interrupted` is called before every token, equally often on all processes;
-    if it returns True, the text ends there."""
-    config: Any = program.config
-    attention = dataclasses.replace(program.attention, window=attention_of(config.model)["window"])
-    sampling = Sampling(temperature=config.temperature, seed=config.seed)
-    generator = Generator(config, attention, sampling, zero=config.zero)
-    length = min(config.sample_length, config.seq_len - config.sample_length)
-    prompt = _longest_part(corpus.held_out[0].read(0, length), corpus.end_of_document)
-    steps = generator(
-        weights,
-        [prompt],
-        num_tokens=config.sample_length,
-        end_of_document=corpus.end_of_document,
-        stops=corpus.stops,
-    )
-    found = []
-    while not interrupted() and (step := next(steps, None)) is not None:
-        found += [token for token in step if token is not None]
-    show: Callable[[Any], str] = corpus.decode or (lambda tokens: " ".join(map(str, tokens)))
-    return show(prompt), show(np.array(found, np.int32))
+class Continuation:
+    """Continues the start of the held-out data: a `trainer.task.Sampler`."""
+
+    def __init__(self, program: Any, corpus: Corpus) -> None:
+        """Compiles nothing yet. Prompt and text have `sample.length` tokens, or fewer if the
+        sequence is too short or a document ends."""
+        config: Any = program.config
+        self._corpus, self._length = corpus, config.sample.length
+        length = min(self._length, config.seq_len - self._length)
+        self._prompt = _longest_part(corpus.held_out[0].read(0, length), corpus.end_of_document)
+        window = attention_of(config.model)["window"]
+        attention = dataclasses.replace(program.attention, window=window)
+        sampling = Sampling(temperature=config.sample.temperature, seed=config.seed)
+        self._generator = Generator(config, attention, sampling, zero=config.zero)
+
+    def __call__(self, weights: Any, step: int, interrupted: Callable[[], bool]) -> tuple[str, ...]:
+        """Prompt and text, as ids if their text is not known."""
+        del step
+        tokens = self._generator(
+            weights,
+            [self._prompt],
+            num_tokens=self._length,
+            end_of_document=self._corpus.end_of_document,
+            stops=self._corpus.stops,
+        )
+        text = []
+        while not interrupted() and (new := next(tokens, None)) is not None:
+            text += [token for token in new if token is not None]
+        show: Any = self._corpus.decode or (lambda tokens: " ".join(map(str, tokens)))
+        return (
+            f"--- held-out text\n{show(self._prompt)}",
+            f"--- continued by the model\n{show(np.array(text, np.int32))}",
+        )
 
 
 def _longest_part(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainer.gpt.pretrained.defaults import (
     with_vocabulary,
 )
 from trainer.run.settings import CHECKPOINTS_FOLDER
-from trainer.task import InitialWeights, Task, with_rate_of_adapters
+from trainer.task import InitialWeights, Sampler, Task, with_rate_of_adapters
 
 
 class GPTTask(Task[GPTTrainConfig, TextOptions]):
@@ -37,8 +37,9 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         self, config: GPTTrainConfig, flag: Callable[[str], str | None]
     ) -> GPTTrainConfig:
         length = flag("--seq-len") or ""
-        if length.isdecimal() and config.sample_length >= int(length):
-            config = replace(config, sample_length=int(length) // 2)
+        if length.isdecimal() and config.sample.length >= int(length):
+            sample = replace(config.sample, length=int(length) // 2)
+            config = replace(config, sample=sample)
         folder = flag("--init-from")
         if folder is not None:
             config = with_model_of(Path(folder), config)
@@ -99,12 +100,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
         sample_text(run_dir, config, options, session)
 
-    def sample_after_training(
-        self, program: Any, weights: Any, data: Any, interrupted: Callable[[], bool]
-    ) -> Iterable[str]:
-        from trainer.gpt.sample import continue_text
+    def sampler(self, program: Any, data: Any) -> Sampler | None:
+        from trainer.gpt.sample import Continuation
 
-        if not program.config.sample_length:
-            return ()
-        prompt, text = continue_text(program, weights, data.corpus, interrupted=interrupted)
-        return f"--- held-out text\n{prompt}", f"--- continued by the model\n{text}"
+        return Continuation(program, data.corpus) if program.config.sample.length else None
