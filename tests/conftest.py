@@ -97,8 +97,9 @@ def compile_quickly(config):
     os.environ["XLA_FLAGS"] = " ".join([x for x in quick if x not in flags] + flags)
     compiled = tempfile.TemporaryDirectory(prefix="compiled")
     config.add_cleanup(compiled.cleanup)
-    compile_cache.fill(Path(compiled.name))
-    config.add_cleanup(lambda: compile_cache.keep(Path(compiled.name)))
+    cache = compile_cache.Cache(Path(compiled.name))
+    cache.watch()
+    config.add_cleanup(cache.keep)
     settings = {
         "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": compiled.name,
