@@ -447,6 +447,7 @@ class TrainConfig:
                 "run_dir",
                 "init_from",
                 "init_text_only",
+                "frozen",
                 "mirror",
             ),
             *("allow_changes", "devices", "plan", "log_every", "tensorboard", "profile"),
@@ -554,6 +555,12 @@ class TrainConfig:
     """Number of steps in a row that "skip" may skip; then the program ends."""
     profile: tuple[int, int] | None = None
     """First and last step to profile; the trace is written to the folder `profile` of the run."""
+    frozen: tuple[str, ...] = ()
+    """Weights that are not trained: shell patterns of their names, in quotes, such as
+    --frozen 'embedding*' '*norm/scale'. A * also stands for slashes. The log lists the names of
+    those that match. The weights of all layers of a kind are one array with one name, so that a
+    pattern cannot name a single layer; a tied head is frozen with its embedding. They have no
+    gradients and no state of the optimizer."""
     ema_decay: float | None = None
     """Decay of the moving average of the weights, which evaluation and samples then use; None for
     no average."""
@@ -576,6 +583,11 @@ class TrainConfig:
         check_minimum("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise InputError(f"seed must be below 2**32; got seed={self.seed}. Use another.")
+        if self.frozen and self.has_adapters:
+            raise InputError(
+                "frozen names weights that are not trained, and with adapters none is; got frozen="
+                f"{' '.join(self.frozen)} and lora.rank. Leave one of them out."
+            )
         parts = self.mesh.data * self.gradient_accumulation
         if self.batch_size % parts:
             raise InputError(
@@ -646,8 +658,8 @@ class TrainConfig:
         return self.documents_drawn is not None
 
     @property
-    def freezes(self) -> bool:
-        """Whether some weights of the model are not trained."""
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters are trained in place of the weights of the model."""
         return False
 
     @property

@@ -113,6 +113,11 @@ class Objective(ABC):
         load of an expert, which takes the place of its gradient."""
         return gradients
 
+    def check_frozen(self, frozen: Any) -> None:
+        """Raises InputError if something else than the optimizer moves frozen weights, given by
+        their shapes."""
+        del frozen
+
 
 def add_lora(model: Any, lora: LoraConfig, dtype: str, rngs: nnx.Rngs) -> None:
     """Puts the adapters of a run into its model, if it has some.

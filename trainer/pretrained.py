@@ -74,7 +74,7 @@ def _import_weights(config: TrainConfig, session: Any, report: Any) -> None:
 
     from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
     from trainer.parallel.checks import make_attention
-    from trainer.parallel.partition import Partition, split_frozen
+    from trainer.parallel.partition import Partition, join_frozen, split_adapters, split_frozen
     from trainer.parallel.sharded_model import ShardedModel
     from trainer.parallel.state import TrainState
     from trainer.run.commands import command
@@ -93,15 +93,15 @@ def _import_weights(config: TrainConfig, session: Any, report: Any) -> None:
         partition,
         tile=None,
     )
-    adapters, frozen = split_frozen(model.weight_shapes)
-    shapes = adapters if frozen is None else frozen
+    adapters, shapes = split_adapters(model.weight_shapes)
+    trained, frozen = split_frozen(model.weight_shapes, config.frozen)
     with (
         task.initial_weights(config, shapes) as initial,
         open_run(config, writes=session.is_first) as run_dir,
         Checkpoints(
             run_dir / CHECKPOINTS_FOLDER,
             keep=config.checkpoint.keep,
-            in_little_memory=adapters,
+            in_little_memory=trained,
             note=report.line,
         ) as checkpoints,
     ):
@@ -110,7 +110,7 @@ def _import_weights(config: TrainConfig, session: Any, report: Any) -> None:
             report.line(f"{run_dir} holds a checkpoint of step {checkpoints.latest} already")
         else:
             report.line(initial.description)
-            checkpoints.check_space(adapters)
+            checkpoints.check_space(trained)
             with report.phase("reading the weights"):
                 weights = initial.read(shapes)
                 jax.block_until_ready(weights)
@@ -120,13 +120,14 @@ def _import_weights(config: TrainConfig, session: Any, report: Any) -> None:
                 save_degrees(run_dir, vars(attention.degrees))
                 save_config(config, run_dir / CONFIG_FILE)
             with report.phase("saving the weights"):
-                save_frozen(run_dir / FROZEN_FOLDER, frozen, weights, note=report.line)
-                if frozen is not None:  # Adapters begin as in training, where they add nothing yet.
+                if adapters:  # They begin as in training, where they add nothing yet.
                     shardings = jax.tree.map(lambda x: x.sharding, adapters)
                     make = jax.jit(
-                        lambda: split_frozen(nnx.state(model.make()))[0], out_shardings=shardings
+                        lambda: split_adapters(nnx.state(model.make()))[0], out_shardings=shardings
                     )
-                    weights = make()
+                    weights = join_frozen(make(), weights)
+                weights, fixed = split_frozen(weights, config.frozen)
+                save_frozen(run_dir / FROZEN_FOLDER, frozen, fixed, note=report.line)
                 checkpoints.save(0, TrainState(weights, ()), {}, result_flags(config))
                 checkpoints.wait()
         report.line(f"next: {command('sample.py', run_dir)}")

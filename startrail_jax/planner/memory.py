@@ -530,7 +530,7 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
         stream = (2 * FLOAT32 + 2 * model.itemsize) * model.width
         shared = 6 * model.experts.shared_width // sizes.degrees.tensor * model.itemsize
         activations = sizes.tokens * (stream + shared + 3 * FLOAT32 * model.experts.count)
-        summed = FLOAT32 * weights * (not model.lora_rank)
+        summed = FLOAT32 * weights * (1 - model.frozen.experts)
         # Inputs, outputs and their gradients, of one message.
         message = model.dispatched_bytes(sizes.tokens) / (DISPATCHES + 1)
         activations = activations + 6 * message * (sizes.expert_shards > 1)

@@ -68,6 +68,26 @@ class MoESizes:
     """True if biases balance the experts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrozenShares:
+    """How much of a model is not trained: shares from 0 to 1."""
+
+    layers: tuple[float, ...]
+    """Of the weights of a layer of each of `ModelSizes.kinds`."""
+    products: tuple[float, ...]
+    """Of the matrices in it that each token is multiplied with."""
+    experts: float
+    """Of the matrices of experts."""
+    others: float
+    """Of the weights outside of the layers."""
+    embedding: float
+    """Of the table of ids."""
+    head: float
+    """Of the matrices outside of the layers that each token is multiplied with."""
+    after_layers: bool = False
+    """Whether all that is trained comes after the layers, so that they have no backward pass."""
+
+
 _FEED_FORWARD = ("gate", "up", "down", "expert_gate", "expert_up", "expert_down")
 DISPATCHES = 4
 """Messages of a device to each other one: see `models.experts.DISPATCHES`."""
@@ -225,6 +245,8 @@ class ModelSizes:
     """Projections of every layer that have adapters: names of `projections`."""
     frozen_itemsize: int = 2
     """Bytes of a weight that is not trained, beside adapters."""
+    frozen_by_name: FrozenShares | None = None
+    """What is not trained of a model without adapters; None if all is trained."""
     average: bool = False
     """True if a moving average of the weights is kept."""
     text_only: bool = False
@@ -418,9 +440,21 @@ class ModelSizes:
         )
 
     @property
-    def passes(self) -> int:
-        """Products of a step with each weight; frozen weights lack the last one, the gradient."""
-        return 2 if self.lora_rank else 3
+    def frozen(self) -> FrozenShares:
+        """What is not trained; all but the adapters, if there are some."""
+        share, kinds = float(self.lora_rank > 0), len(self.kinds)
+        return self.frozen_by_name or FrozenShares(
+            layers=(share,) * kinds,
+            products=(share,) * kinds,
+            **dict.fromkeys(("experts", "others", "embedding", "head"), share),
+        )
+
+    @property
+    def passes(self) -> tuple[float, ...]:
+        """Products of a step with each weight of a layer of each of `kinds`: the last, its
+        gradient, is of those not frozen."""
+        frozen = self.frozen
+        return tuple(1.0 if frozen.after_layers else 3 - x for x in frozen.products)
 
     @property
     def matrices(self) -> int:
@@ -490,7 +524,7 @@ class ModelSizes:
     @property
     def gathered_bytes(self) -> int:
         """Bytes that a step sends to gather the experts of a layer, and to add up gradients."""
-        return self.expert_elements * (2 * self.itemsize + 4 * (not self.lora_rank))
+        return int(self.expert_elements * (2 * self.itemsize + 4 * (1 - self.frozen.experts)))
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a training step for each token, as `train.py` counts them for its MFU.
@@ -498,9 +532,10 @@ class ModelSizes:
         forward = 2 N + 4 Q H sum_l V_l / T, with N weights in matrix products, Q heads of H
         channels, T tokens, and V_l pairs of a query and a key that the mask of layer l shows. The
         backward pass has two matrix products for each one of the forward pass, so that a step
-        takes 3 * forward. With adapters, the N frozen weights have no gradients, so that they take
-        4 N in place of 6 N, and each weight of an adapter takes 6. A layer of linear attention has
-        no pairs: its forward pass takes 6 K V for each head, with a state [K, V].
+        takes 3 * forward. N frozen weights have no gradients, so that they take 4 N in place of
+        6 N, or 2 N where all that is trained comes after the layers; each weight of an adapter
+        takes 6. A layer of linear attention has no pairs: its forward pass takes 6 K V for each
+        head, with a state [K, V].
 
         As in PaLM, only matrix products count, and what remat recomputes does not. PaLM counts
         12 L Q H T for attention to all pairs of tokens; here only visible pairs count, under a
@@ -517,8 +552,11 @@ class ModelSizes:
         attention = 4 * self.heads * self.head_dim * pairs / seq_len
         head = (2 if self.takes_values else 1) * self.width * self.outputs
         states = self.linear_layers * self.linear.state_flops if self.linear else 0
-        products = self.passes * (self.matrices + head) + 3 * self.active_adapters
-        return 2.0 * products + 3.0 * (attention + states) + self._flops_of_texts(seq_len)
+        layers = zip(self.passes, self.kinds, strict=True)
+        products = sum(passes * kind.count * kind.active for passes, kind in layers)
+        products += (3 - self.frozen.head) * head + 3 * self.active_adapters
+        passes = 1.0 if self.frozen.after_layers else 3.0
+        return 2.0 * products + passes * (attention + states) + self._flops_of_texts(seq_len)
 
     @property
     def whole_attentions(self) -> int:
@@ -533,9 +571,11 @@ class ModelSizes:
     def _flops_of_texts(self, seq_len: int) -> float:
         """FLOPs of a step for each token, of its attention to a text and an image, and of their
         keys and values."""
-        pairs = 12.0 * self.layers * self.heads * self.head_dim * self.whole_tokens
-        matrices = sum(kind.count * kind.text_matrices for kind in self.kinds)
-        return pairs + 2.0 * self.passes * matrices * self.text_tokens / seq_len
+        pairs = 4.0 * self.layers * self.heads * self.head_dim * self.whole_tokens
+        pairs *= 1 if self.frozen.after_layers else 3
+        layers = zip(self.passes, self.kinds, strict=True)
+        products = sum(passes * kind.count * kind.text_matrices for passes, kind in layers)
+        return pairs + 2.0 * products * self.text_tokens / seq_len
 
     @property
     def linear_layers(self) -> int:

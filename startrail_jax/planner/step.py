@@ -101,11 +101,11 @@ class Step:
         self.stacked_elements = self._of_layers(self.layer_elements)
         """Those of all layers, and all weights, likewise."""
         self.whole_elements = self.stacked_elements + model.other_elements
-        self.layer_trained = self.layer_elements
-        if model.lora_rank:
-            self.layer_trained = [np.full_like(self.tokens, kind.adapters) for kind in self.kinds]
+        shares = model.frozen
+        rows = zip(self.layer_elements, self.kinds, shares.layers, strict=True)
+        self.layer_trained = [x - _part(share, x - kind.adapters) for x, kind, share in rows]
         """Weights of a layer of each kind that have gradients, and those outside of the layers."""
-        self.other_trained = 0 if model.lora_rank else model.other_elements
+        self.other_trained = model.other_elements - int(shares.others * model.other_elements)
         self.trained = self._of_layers(self.layer_trained) + self.other_trained
         """All weights that have gradients."""
 
@@ -115,7 +115,7 @@ class Step:
         stay = model.expert_elements // tensor * self._dispatches
         self._staying = [stay * (kind.feed_forward == "experts") for kind in self.kinds]
         """Weights of a layer of each kind that are then not gathered."""
-        self._staying_trained = [x * (model.lora_rank == 0) for x in self._staying]
+        self._staying_trained = [x - _part(shares.experts, x) for x in self._staying]
 
     def _on_device(self, kind: LayerKind) -> np.ndarray:
         """Weights of a layer on a device, when ZeRO has gathered them."""
@@ -155,8 +155,9 @@ class Step:
             )
             for kind in self.kinds
         ]
-        products = [model.passes * x + 3 * y for x, y in zip(layer, adapters, strict=True)]
-        head = model.passes * self._products(model.outputs * model.width)
+        rows = zip(model.passes, layer, adapters, strict=True)
+        products = [passes * x + 3 * y for passes, x, y in rows]
+        head = (3 - model.frozen.head) * self._products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
         # inputs.
         sums = 4 + (savings.remat in REPEATS_PROJECTIONS)
@@ -395,9 +396,13 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:
     """The large weights outside of the layers."""
     model = call.model
-    if model.takes_values or model.outputs <= model.width or model.lora_rank:
+    if model.takes_values or model.outputs <= model.width:
         return {}
-    size = model.outputs * model.width
-    if model.tied_head:
-        return {"embedding": (size, LOSS)}
-    return {"embedding": (size, LAYER), "head": (size, LOSS)}
+    phases = {"embedding": LOSS} if model.tied_head else {"embedding": LAYER, "head": LOSS}
+    frozen, size = model.frozen, model.outputs * model.width
+    return {name: (size, x) for name, x in phases.items() if not getattr(frozen, name)}
+
+
+def _part(share: float, elements: np.ndarray) -> np.ndarray:
+    """A share of so many elements, in whole numbers."""
+    return np.rint(share * elements).astype(np.int64)

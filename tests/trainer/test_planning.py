@@ -293,11 +293,12 @@ def test_all_processes_take_the_plan_of_the_first(measured, monkeypatch):
     assert (mesh.degrees, list(mesh.order)) == (st.Degrees(ring=8), first[1])
 
 
-def test_a_plan_of_adapters_is_one_of_a_faster_step(measured):
-    both = [found(lora=lora, count=1)[0] for lora in (LoraConfig(rank=4), LoraConfig())]
-    for part in ("products", "optimizer", "zero waits"):
-        adapters, whole = (x.parts[part] for x in both)
-        assert adapters < whole
+def test_a_plan_with_frozen_weights_is_one_of_a_faster_step(measured):
+    of_all = found(count=1)[0]
+    for changes in (dict(lora=LoraConfig(rank=4)), dict(frozen=("blocks/*",))):
+        fewer = found(**changes, count=1)[0]
+        for part in ("products", "optimizer", "zero waits"):
+            assert fewer.parts[part] < of_all.parts[part]
     planner().choose(jax.devices()[:8])
     assert measured[0] == dict(devices_per_node=None, head_dim=8, itemsize=4, causal=True)
 

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from trainer.dit.wan.export import export_wan
 
     step = export_wan(config=config, note=say, **vars(options))
-    apart = config.freezes and not options.merge
+    apart = config.has_adapters and not options.merge
     what = "the adapters" if apart else "the model"
     loads = "WanPipeline.load_lora_weights" if apart else "WanTransformer3DModel.from_pretrained"
     say(f"{options.out}: {what} after step {step}")

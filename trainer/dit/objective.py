@@ -23,6 +23,7 @@ from trainer.dit.batches import Grid, ImageBatch, tokens_of
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Kind, draw_times, noised
 from trainer.objective import Objective, common_sizes
+from trainer.parallel.frozen import with_frozen
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
@@ -62,7 +63,7 @@ class Denoiser(Objective):
     def sizes(self) -> ModelSizes:
         config, model = self._config, self._config.model
         patch = math.prod(model.patch)
-        return ModelSizes(
+        sizes = ModelSizes(
             **{**common_sizes(config), **DIT, **self.own_sizes()},
             kv_heads=model.heads,
             head_dim=max(model.width // model.heads, 1),
@@ -71,6 +72,7 @@ class Denoiser(Objective):
             patch=patch,
             block=config.block_tokens,
         )
+        return with_frozen(sizes, self, config)
 
     @abstractmethod
     def own_sizes(self) -> dict[str, Any]:

@@ -663,7 +663,7 @@ class GPTTrainConfig(TrainConfig):
         return self.data.draw if self.data.batches == "documents" else None
 
     @property
-    def freezes(self) -> bool:
+    def has_adapters(self) -> bool:
         return self.lora.rank is not None
 
     @property

@@ -17,6 +17,7 @@ from models.gated_delta import GatedDeltaSizes
 from models.gpt import GPT
 from models.hooks import Hooks
 from models.rope import Rope
+from startrail_jax.errors import InputError
 from startrail_jax.patterns import shortest
 from startrail_jax.planner.models import LinearSizes, ModelSizes, MoESizes
 from startrail_jax.tokens.layout import Layout
@@ -24,6 +25,7 @@ from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
 from trainer.objective import Objective, add_lora, common_sizes
+from trainer.parallel.frozen import with_frozen
 from trainer.parallel.partition import path_name
 
 
@@ -57,7 +59,7 @@ class NextToken(Objective):
             experts = {"feed_forwards": model.feed_forwards, "experts": MoESizes(**sizes)}
             ways = {"auto": None, "gather": False, "dispatch": True}
             experts["dispatch"] = ways[config.experts]
-        return ModelSizes(
+        sizes = ModelSizes(
             **common_sizes(config),
             **{name: getattr(model, name) for name in same},
             **linear,
@@ -66,6 +68,7 @@ class NextToken(Objective):
             mlp_matrices=2 if model.mlp == "gelu" else 3,
             windows=shortest(config.layer_windows),
         )
+        return with_frozen(sizes, self, config)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         config = self._config
@@ -98,6 +101,15 @@ class NextToken(Objective):
             return gradients
         labels = _balanced(gradients)
         return jax.tree.map(lambda x, y: None if y == "balance" else x, gradients, labels)
+
+    def check_frozen(self, frozen: Any) -> None:
+        rate, labels = self._config.model.experts.balance_rate, jax.tree.leaves(_balanced(frozen))
+        if rate and "balance" in labels:
+            raise InputError(
+                "model.experts.balance_rate moves the weights */choice_bias, which frozen must not "
+                f"match; got balance_rate={rate}, frozen={' '.join(self._config.frozen)}. Use "
+                "patterns that leave them out, or --model.experts.balance-loss."
+            )
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -20,8 +20,11 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import jax
@@ -354,16 +357,61 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
-def split_frozen(weights: Any) -> tuple[Any, Any]:
-    """The weights that are trained, and the frozen ones (None if there are none), as two trees."""
-    if not any(path[-1] in ADAPTERS for path, _ in nnx.to_flat_state(weights)):
+def split_adapters(weights: Any) -> tuple[Any, Any]:
+    """The adapters of a model (an empty tree if it has none), and its other weights."""
+    adapters, others = nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)
+    return adapters, others
+
+
+def split_frozen(weights: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
+    """The weights that are trained, and the frozen ones (None if there are none), as two trees.
+
+    Args:
+        weights: all weights of a model. If it has adapters, these alone are trained.
+        patterns: `TrainConfig.frozen`, for a model without adapters.
+
+    Raises:
+        InputError: if a pattern matches no weight, or if they match all.
+    """
+    adapters, others = split_adapters(weights)
+    if adapters:
+        return adapters, others
+    if not patterns:
         return weights, None
-    trained, frozen = nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)
-    return trained, frozen
+    names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(weights)]
+    frozen = set[str]()
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise InputError(
+                "frozen must hold patterns that match names of weights, such as "
+                f"{', '.join(_near(pattern, names))}; got {pattern!r}, which matches none. A * "
+                "stands for any characters: '*norm*' matches all norms."
+            )
+        frozen.update(matched)
+    if len(frozen) == len(names):
+        raise InputError(
+            "frozen must leave some weights to train; got "
+            f"{' '.join(map(repr, patterns))}, which match all {len(names)}. Leave one out."
+        )
+    fixed, trained = nnx.split_state(
+        weights, lambda path, _: "/".join(map(str, path)) in frozen, ...
+    )
+    return trained, fixed
+
+
+def _near(pattern: str, names: Sequence[str]) -> Sequence[str]:
+    """A few names that have a part like one of a pattern, or any."""
+    parts = [x.strip("*").lower() for x in pattern.split("/")]
+
+    def is_near(name: str) -> bool:
+        return any(difflib.get_close_matches(part, name.split("/")) for part in parts if part)
+
+    return list(filter(is_near, names))[:3] or names[:3]
 
 
 def join_frozen(trained: Any, frozen: Any) -> Any:
-    """All weights, from what `split_frozen` returns."""
+    """All weights, from what `split_frozen` or `split_adapters` returns."""
     return trained if frozen is None else nnx.merge_state(trained, frozen)
 
 

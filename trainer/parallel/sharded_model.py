@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,11 +43,12 @@ class ShardedModel:
         partition: Partition,
         *,
         tile: int | None,
+        frozen: Sequence[str] = (),
         remat: Callable[[Layer], Layer] = lambda layer: layer,
         linear_backend: str = "xla",
     ) -> None:
         """Finds out how the weights are sharded, without making them. The MLP treats `tile` tokens
-        of a device at a time; None for all."""
+        of a device at a time; None for all. Weights that match `frozen` are not trained."""
         self.attention = attention
         self.partition = partition
         self._make_model = make_model
@@ -59,7 +60,7 @@ class ShardedModel:
         """The `Split` of every weight."""
         self.specs = partition.specs(shapes)
         """The PartitionSpec of every weight."""
-        trained, _ = split_frozen(shapes)
+        trained, _ = split_frozen(shapes, frozen)
         self.trained_splits = partition.splits(trained)
         self.trained_specs = partition.specs(trained)
         """The same of the weights that are trained: see `split_frozen`."""

@@ -18,7 +18,13 @@ from startrail_jax.attention import Attention
 from trainer.config import TrainConfig
 from trainer.data.batches import shardings
 from trainer.objective import Objective
-from trainer.parallel.partition import Partition, join_frozen, split_frozen
+from trainer.parallel.partition import (
+    Partition,
+    join_frozen,
+    path_name,
+    split_adapters,
+    split_frozen,
+)
 from trainer.printable import size_of
 
 
@@ -26,13 +32,13 @@ class TrainState(NamedTuple):
     """The state of a run between two steps."""
 
     weights: Any
-    """Weights that are trained, float32: all of the model, or its adapters."""
+    """Weights that are trained, float32: all of the model, some, or its adapters."""
     optimizer: Any
     """Adam's moments, and its count of steps."""
     average: Any = None
     """Exponential moving average of the weights, float32; None for a run without one."""
     frozen: Any = None
-    """Weights of a model with adapters that no step changes; None if all are trained."""
+    """Weights that no step changes; None if all are trained."""
 
     @property
     def model(self) -> Any:
@@ -47,7 +53,7 @@ class TrainState(NamedTuple):
     @property
     def base(self) -> Any:
         """The weights of the model without its adapters: those of a pretrained one."""
-        return self.weights if self.frozen is None else self.frozen
+        return split_adapters(self.model)[1]
 
     @property
     def changing(self) -> TrainState:
@@ -59,7 +65,7 @@ def initial_state(
     config: TrainConfig, optimizer: optax.GradientTransformation, weights: Any
 ) -> TrainState:
     """The state before the first step, with an average if `config` has one."""
-    trained, frozen = split_frozen(weights)
+    trained, frozen = split_frozen(weights, config.frozen)
     average = None if config.ema_decay is None else trained
     return TrainState(trained, optimizer.init(trained), average, frozen)
 
@@ -131,9 +137,14 @@ def describe_state(state: TrainState) -> list[str]:
     # Norms are few, and float32 whatever the others are.
     dtype = max(jax.tree.leaves(state.frozen), key=lambda x: x.size).dtype
     trained = bytes_of_device((state.weights, state.average))
+    has_adapters = bool(split_adapters(state.weights)[0])
+    frozen = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.frozen)]
     return [
-        f"{line}, of which adapters are trained: {millions(state.weights)}",
-        f"state of a device: adapters {size_of(trained)}, optimizer "
+        f"{line}, of which {'adapters' if has_adapters else 'some'} are trained: "
+        f"{millions(state.weights)}",
+        *([] if has_adapters else [f"frozen: {', '.join(frozen)}"]),
+        f"state of a device: {'adapters' if has_adapters else 'trained weights'} "
+        f"{size_of(trained)}, optimizer "
         f"{size_of(bytes_of_device(state.optimizer))}, frozen weights "
         f"{size_of(bytes_of_device(state.frozen))} in {dtype}",
     ]

@@ -31,7 +31,7 @@ from trainer.objective import Objective
 from trainer.parallel.checks import check_step, make_partition
 from trainer.parallel.optimizer import learning_rate, make_optimizer
 from trainer.parallel.ordering import gradient_first
-from trainer.parallel.partition import join_frozen, split_frozen
+from trainer.parallel.partition import join_frozen, split_adapters, split_frozen
 from trainer.parallel.remat import Remat, rematerialised
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.splits import check_parts, make_parts
@@ -152,8 +152,8 @@ class Program:
 
     def _sharded_model(self, attention: Attention) -> ShardedModel:
         config, objective = self.config, self.objective
-        # Frozen weights are kept as they are, and none as it is used.
-        gathers_weights = config.zero == 3 or config.freezes
+        # Beside adapters, weights are kept as they are, and none as it is used.
+        gathers_weights = config.zero == 3 or config.has_adapters
         return ShardedModel(
             lambda attention_fn, hooks: objective.make_model(
                 attention_fn, hooks, nnx.Rngs(config.seed)
@@ -161,6 +161,7 @@ class Program:
             attention,
             self.partition,
             tile=config.tile if self.remat in REPEATS_MLP else None,
+            frozen=config.frozen,
             remat=partial(
                 rematerialised,
                 remat=self.remat,
@@ -181,8 +182,7 @@ class Program:
     def _initialise(self, base: Any = None) -> TrainState:
         weights = nnx.state(self._model.make())
         if base is not None:
-            trained, frozen = split_frozen(weights)
-            weights = base if frozen is None else join_frozen(trained, base)
+            weights = join_frozen(split_adapters(weights)[0], base)
         return initial_state(self.config, self.optimizer, weights)
 
     def _train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
@@ -269,7 +269,8 @@ class Program:
     def _local_gradients(self, weights: Any, batch: Any) -> tuple[tuple[Array, Any], Any]:
         partition, splits = self.partition, self._model.trained_splits
         gathered = partition.gather_once(weights, self._model.splits)
-        slots = partition.gradient_slots(split_frozen(weights)[0], splits)
+        trained, _ = split_frozen(weights, self.config.frozen)
+        slots = partition.gradient_slots(trained, splits)
         others = dict.fromkeys(self.objective.metric_names, jnp.zeros(()))
         zero = (vary(jnp.zeros(()), *self.partition.all), others), slots
 

@@ -94,9 +94,10 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         return x.size // (1 if split.tensor is None else tensor) // (shards if split.stays else 1)
 
     elements = jax.tree.map(used, shapes.weights, splits)
+    trained, _ = split_frozen(shapes.weights, config.frozen)
     whole, fixed = (
         {name: sum(jax.tree.leaves(part[name])) for name in part}
-        for part in (elements, split_frozen(elements)[1] or {})
+        for part in (elements, split_frozen(elements, config.frozen)[1] or {})
     )
     stacked = (_layers(x) for x in (elements, splits))
     moved = jax.tree.map(lambda n, split: n if (split.zero or 0) > 1 else 0, *stacked)
@@ -141,11 +142,9 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         turn_layers=sum(shapes.turn.values()),
         stacked_bytes=sum(bytes_of_device(_layers(x)) for x in (state.weights, state.frozen or {})),
         vocabularies={
-            name: (whole[name], LOSS if name == objective.head else LAYER)
-            for name in shapes.weights
-            if name not in STACKED
-            and name not in fixed
-            and _is_vocabulary(shapes.weights[name], shapes.outputs[-1])
+            name: (whole[name] - fixed.get(name, 0), LOSS if name == objective.head else LAYER)
+            for name in trained
+            if name not in STACKED and _is_vocabulary(trained[name], shapes.outputs[-1])
         },
     )
 

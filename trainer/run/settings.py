@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import shlex
 import types
 import typing
 from collections.abc import Collection
@@ -37,6 +38,8 @@ FREE_SETTINGS = (
     *("validation_every", "validation_sequences", "sample", "allow_changes"),
 )
 
+OF_WEIGHTS = ("model.", "lora.", "frozen")
+"""How the names of settings begin that say which weights a run has, and which of them it trains."""
 WITHOUT_WEIGHTS = (
     *("model.rope.", "model.experts.balance_loss", "model.experts.balance_over"),
     "model.experts.z_loss",
@@ -121,7 +124,14 @@ def flag_value(value: Any) -> str:
     """The value of a setting as it is given on the command line."""
     if isinstance(value, Path):
         return text_of(value)
-    return " ".join(map(flag_value, value)) if isinstance(value, tuple) else str(value)
+    return " ".join(map(_word, value)) if isinstance(value, tuple) else str(value)
+
+
+def _word(value: Any) -> str:
+    """A value as a word of the command line, in quotes if a shell would put names of files in its
+    place."""
+    text = text_of(value) if isinstance(value, Path) else str(value)
+    return shlex.quote(text) if any(x in text for x in "*?[") else text
 
 
 def config_of(run_dir: Path, name: str) -> Path:
@@ -155,7 +165,7 @@ def _fixed_settings(config: TrainConfig) -> dict[str, Any]:
 def model_flags(config: TrainConfig) -> dict[str, str]:
     """The settings of the model, as flags, by their names: what its weights were trained with."""
     flags = result_flags(config)
-    return {name: flag for name, flag in flags.items() if name.startswith(("model.", "lora."))}
+    return {name: flag for name, flag in flags.items() if name.startswith(OF_WEIGHTS)}
 
 
 def check_same_run(config: TrainConfig) -> None:
@@ -177,7 +187,7 @@ def check_same_run(config: TrainConfig) -> None:
     # Rotary positions and losses have no weights, and a longer context needs other positions.
     is_other_state = any(
         name == "optimizer.kind"
-        or (name.startswith(("model.", "lora.")) and not name.startswith(WITHOUT_WEIGHTS))
+        or (name.startswith(OF_WEIGHTS) and not name.startswith(WITHOUT_WEIGHTS))
         for name in changed
     ) or (saved["ema_decay"] is None) != (now["ema_decay"] is None)
     if not changed or (config.allow_changes and not is_other_state):

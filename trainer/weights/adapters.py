@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from models.hooks import Hooks
 from models.layers import ADAPTERS
 from startrail_jax.errors import InputError, UserError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.config import LoraConfig, TrainConfig
 from trainer.objective import Objective
+from trainer.parallel.frozen import abstract_weights
 from trainer.parallel.partition import counts_experts, join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
@@ -35,7 +34,7 @@ Places = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Place]]]
 
 def check_merge(config: TrainConfig, run_dir: Path, *, merge: bool) -> None:
     """Raises ValueError if adapters are to be merged, and there are none."""
-    if merge and not config.freezes:
+    if merge and not config.has_adapters:
         raise InputError(
             f"merge adds adapters to weights; got merge=True for {str(run_dir)!r}, a run that has "
             "none, as it had no --lora.rank. Leave --merge out."
@@ -44,14 +43,11 @@ def check_merge(config: TrainConfig, run_dir: Path, *, merge: bool) -> None:
 
 def shapes_on_host(objective: Objective) -> Any:
     """Shapes of the weights of a model, on one device of the host."""
-    model = nnx.eval_shape(
-        lambda: objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
-    )
     # A command of one process needs no accelerator.
     place = SingleDeviceSharding(jax.devices("cpu")[0])
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        nnx.state(model),
+        abstract_weights(objective),
     )
 
 
@@ -67,7 +63,7 @@ def restore_model(
     """Reads the weights of a run, also while it trains, and tells the step of their checkpoint.
     `shapes` has types and shardings of all weights; `step` None is the newest whole one. With
     `only_trained`, those that are frozen are left out."""
-    trained, frozen = split_frozen(shapes)
+    trained, frozen = split_frozen(shapes, config.frozen)
     weights, found = restore_weights(
         run_dir / CHECKPOINTS_FOLDER, trained, model_flags(config), step=step, note=note
     )

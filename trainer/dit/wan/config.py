@@ -152,7 +152,7 @@ class WanTrainConfig(DenoiserTrainConfig):
                 f"size={self.size}, sizes={self.data.sizes}. Leave the second out."
             )
         absent = {*self.lora.targets} - {"query", "key", "value", "out", "up", "down"}
-        if self.freezes and absent:
+        if self.has_adapters and absent:
             raise InputError(
                 "lora.targets must name projections of the model; got "
                 f"{' '.join(sorted(absent))}. Use query, key, value, out, up, down."
@@ -173,7 +173,7 @@ class WanTrainConfig(DenoiserTrainConfig):
         return replace(self, size=size, data=replace(self.data, sizes=()))
 
     @property
-    def freezes(self) -> bool:
+    def has_adapters(self) -> bool:
         return self.lora.rank is not None
 
 

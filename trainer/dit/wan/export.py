@@ -19,7 +19,7 @@ from trainer.dit.wan.config_json import CONFIG, to_values
 from trainer.dit.wan.objective import VideoFlow
 from trainer.dit.wan.pretrained import open_wan
 from trainer.dit.wan.tensors import places
-from trainer.parallel.partition import path_name, split_frozen
+from trainer.parallel.partition import path_name, split_adapters
 from trainer.run.folder import KEPT_FOLDER
 from trainer.weights.adapters import (
     KERNEL,
@@ -66,7 +66,7 @@ def export_wan(
             "WARNING: pipelines of diffusers attend to all frames, and this model does not: "
             f"block_frames={config.block_frames}"
         )
-    apart = config.freezes and not merge
+    apart = config.has_adapters and not merge
     types = ExportTypes.of_run(run_dir / KEPT_FOLDER, dtype)
     shapes = shapes_on_host(VideoFlow(config))
     weights, found = restore_model(
@@ -75,7 +75,7 @@ def export_wan(
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
 
     def open_base() -> Any:
-        return open_wan(config, split_frozen(shapes)[1])
+        return open_wan(config, split_adapters(shapes)[1])
 
     def write(part: Path) -> None:
         if apart:

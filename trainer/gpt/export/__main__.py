@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = export_run(config=config, note=say, **vars(options))
     files = "1 file" if done.files == 1 else f"{done.files} files"
     what, loads = "the model", "transformers.AutoModelForCausalLM"
-    if config.freezes and not options.merge:
+    if config.has_adapters and not options.merge:
         what, loads = "the adapters", "peft.AutoPeftModelForCausalLM"
     say(f"{options.out}: {what} after step {done.step}, in {done.dtype}, in {files}")
     say(f"next: {loads}.from_pretrained({str(options.out)!r})")

@@ -43,7 +43,7 @@ from trainer.gpt.pretrained.families import (
 from trainer.gpt.pretrained.initial import GENERATION, copy_file, kept_files, open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.tokenizer import FileTokenizer
-from trainer.parallel.partition import path_name, split_frozen
+from trainer.parallel.partition import path_name, split_adapters
 from trainer.weights.adapters import (
     base_weights,
     check_merge,
@@ -95,7 +95,7 @@ def export_run(
     kept = kept_folder(run_dir)
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
     before: Any = "float32" if values is None else values.get("torch_dtype")
-    apart, ids = config.freezes and not merge, dict[str, int | None]()
+    apart, ids = config.has_adapters and not merge, dict[str, int | None]()
     check_merge(config, run_dir, merge=merge)
     known = before if before in get_args(Dtype) and not apart else "float32"
     kind, types = dtype or known, ExportTypes.of_run(kept, dtype, known)
@@ -124,7 +124,7 @@ def export_run(
     written = kind
 
     def open_base() -> Any:
-        return open_pretrained(config, split_frozen(shapes)[1])
+        return open_pretrained(config, split_adapters(shapes)[1])
 
     def write(part: Path) -> None:
         nonlocal written
