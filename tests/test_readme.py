@@ -208,39 +208,40 @@ CALLS = [
 ]
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
     """A folder with the files and runs that pages name, in which programs run."""
+    place = tmp_path_factory.mktemp("place")
     for name in ("FOLDER", "exported", "Qwen3-8B", "/shared/tokens"):
-        folder = tmp_path / name.lstrip("/")
+        folder = place / name.lstrip("/")
         folder.mkdir(parents=True)
         shutil.copyfile(PRETRAINED / "config.json", folder / "config.json")
         tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     for size, heads in (("1.3B", 12), ("14B", 40)):
-        folder = tmp_path / f"Wan2.1-T2V-{size}-Diffusers" / "transformer"
+        folder = place / f"Wan2.1-T2V-{size}-Diffusers" / "transformer"
         folder.mkdir(parents=True)
         values = {"_class_name": "WanTransformer3DModel", "num_attention_heads": heads}
         (folder / "config.json").write_text(json.dumps(values))
-    (tmp_path / "encoded").mkdir()
-    (tmp_path / "encoded" / "encoded.json").write_text("{}")
+    (place / "encoded").mkdir()
+    (place / "encoded" / "encoded.json").write_text("{}")
     line = {"file": "kite.safetensors", "size": [21, 60, 104], "tokens": 3, "caption": "a kite"}
-    (tmp_path / "encoded" / "clips-0-of-1.jsonl").write_text(json.dumps(line))
+    (place / "encoded" / "clips-0-of-1.jsonl").write_text(json.dumps(line))
     made = "gpt_tiny mine qwen3 adapted copy Qwen3-8B dit_digits dit_video wan plain"
     for name in made.split():
         recipe = name if name in RECIPES else "gpt_tiny"
         recipe = "wan_1_3b" if name in ("wan", "plain") else recipe
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        save_config(RECIPES[recipe](), tmp_path / "runs" / name / "config.json")
-        (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "train_loss": 5.0}\n')
+        (place / "runs" / name).mkdir(parents=True)
+        save_config(RECIPES[recipe](), place / "runs" / name / "config.json")
+        (place / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "train_loss": 5.0}\n')
     for name in ("startrail_jax", "trainer", "benchmarks", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (place / name).symlink_to(ROOT / name)
+    return place
 
 
 @pytest.mark.parametrize(("words", "devices"), CALLS)
 def test_commands_of_pages_are_understood(words, devices, place, monkeypatch, capsys):
     """Programs of this project read their flags; `train.py` finds a mesh for its devices too."""
+    monkeypatch.chdir(place)
     program, *arguments = words
     if program == "pip":
         extras = {x for word in arguments for x in re.findall(r"\[(.*)\]", word)}

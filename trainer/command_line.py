@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_type_hints
 
 import docstring_parser
@@ -64,8 +64,7 @@ def _with_whole_lines(info: StructTypeInfo) -> StructConstructorSpec | None:
         return None
     types, docs = get_type_hints(info.type, include_extras=True), {}
     for kind in reversed(info.type.__mro__[:-1]):
-        for found in docstring_parser.parse_from_object(kind).params:
-            docs[found.arg_name] = " ".join((found.description or "").split())
+        docs |= _docstrings_of_fields(kind)
     specs = {
         x.name: StructFieldSpec(x.name, types[x.name], getattr(given, x.name), docs.get(x.name))
         for x in fields(info.type)
@@ -83,6 +82,13 @@ def _with_whole_lines(info: StructTypeInfo) -> StructConstructorSpec | None:
 
     boxes = [_box(title, members) for title, members in groups.items()]
     return StructConstructorSpec(instantiate, (*boxes, *specs.values()))
+
+
+@cache
+def _docstrings_of_fields(kind: type) -> dict[str, str]:
+    """By name, on one line each. tyro asks many times, and each time the source would be parsed."""
+    params = docstring_parser.parse_from_object(kind).params
+    return {x.arg_name: " ".join((x.description or "").split()) for x in params}
 
 
 class _Box(dict[str, StructFieldSpec]):

@@ -92,7 +92,7 @@ def dense(sizes, w, x, token_weights):
         dict(scores="sigmoid", shared_width=10, shared_gate=True),
         dict(scores="sigmoid", biases=True, lower=120, balance_loss=0.1),
         dict(count=5, top_k=5, shared_width=4),
-        dict(count=96, top_k=3),
+        pytest.param(dict(count=96, top_k=3), marks=pytest.mark.slow),
         dict(adapters=4),
     ],
     ids=str,

@@ -123,7 +123,7 @@ def test_windows_on_cudnn_match_oracle(case):
     check(case)
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(4)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("documents", [1, 3])
 def test_documents_and_padding_of_blocks_match_plain_xla(documents, layout):

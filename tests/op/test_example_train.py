@@ -114,6 +114,7 @@ def test_documents_are_all_files_of_a_folder_and_too_few_are_an_error(example, t
     assert weights.sum() == 2 * 256 - 1
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [("--c 3", "c=3"), ("--data nowhere", "nowhere must hold at least"), ("--head 7", "7")],

@@ -366,7 +366,7 @@ def root_mean_square(found, wanted):
     return np.sqrt(np.mean((np.asarray(found).astype(np.float64) - wanted) ** 2))
 
 
-@pytest.mark.slow_except_every(3)
+@pytest.mark.slow_except_every(4)
 @pytest.mark.parametrize(
     ("degrees", "layout"),
     [
@@ -558,7 +558,7 @@ def test_convolution_of_new_tokens_follows_a_prompt():
     np.testing.assert_array_equal(last, x[:, 18:])
 
 
-@pytest.mark.slow_except_every(5)
+@pytest.mark.slow_except_every(11)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("devices", [2, 5, 8])
@@ -654,6 +654,7 @@ def test_explanation_compares_with_a_split_by_heads():
         linear.explain(seq_len=7, **sizes)
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_kept_is_not_computed_again(rule):
     """Under `jax.checkpoint`, the scan over devices; XLA may find out what is there twice."""

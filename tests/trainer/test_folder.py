@@ -87,15 +87,15 @@ def test_run_of_another_kind_is_refused(config):
 def test_run_of_other_results_is_refused_and_left_alone(config):
     folder = begin(config)
     changed = with_optimizer(replace(config, seed=3), learning_rate=1e-3)
-    changed = with_data(changed, path=Path("corpus"), mask_documents=False)
+    changed = with_data(changed, path=(Path("corpus"),), mask_documents=False)
     assert str(not_opened(changed, "A run that goes on must")) == (
         "A run that goes on must keep the settings that its result depends on; got "
         f"{folder}, a run with others:\n"
         "  --optimizer.learning-rate 0.004 there, 0.001 now\n"
-        "  --data.path None there, corpus now\n"
+        "  --data.path none there, corpus now\n"
         "  --data.mask-documents there, False now\n"
         "  --seed 0 there, 3 now\n"
-        "Use another --run-dir for a new run, or --optimizer.learning-rate 0.004 --data.path None "
+        "Use another --run-dir for a new run, or --optimizer.learning-rate 0.004 --data.path "
         "--data.mask-documents --seed 0 to go on with this one. With --allow-changes it goes on as "
         "given now."
     )

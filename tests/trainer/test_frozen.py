@@ -219,7 +219,7 @@ def run(tmp_path_factory):
     )
     config = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, path=folder / "data"),
+        data=dataclasses.replace(config.data, path=(folder / "data",)),
         zero=3,
         validation_sequences=1,
         optimizer=dataclasses.replace(config.optimizer, learning_rate=3e-2),

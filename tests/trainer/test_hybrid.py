@@ -39,7 +39,7 @@ from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling
 from trainer.parallel.step_sizes import footprint
 
-STEPS = 30
+STEPS = 10
 END = 7  # Ends a document.
 # Two groups of a period and a last one that is not whole; fewer key heads than heads of values.
 HYBRID = SMALL | dict(
@@ -59,7 +59,7 @@ HYBRID = SMALL | dict(
 )
 CONFIG = make_config(
     HYBRID,
-    optimizer=OptimizerConfig(learning_rate=1e-3),
+    optimizer=OptimizerConfig(learning_rate=3e-3),
     steps=STEPS,
     seq_len=64,
     remat="attention_saved",
@@ -92,7 +92,10 @@ def one_device(initial_state):
     return losses_of(make_program(st.Degrees()), initial_state)
 
 
+# The first row is fast, and has what differs from a model of attention: rings and teams of linear
+# attention, more tensor than its key heads, experts and states that are gathered.
 SETTINGS = {
+    "16 devices": (st.Degrees(team=2, ring=2, tensor=4), {"zero": 3}),
     "StarTrail": (st.Degrees.startrail(8, c=2), {}),
     "Ring Attention, zero 1": (st.Degrees.ring_attention(8), {"zero": 1}),
     "Ulysses, zero 3, full remat": (st.Degrees.ulysses(4), {"zero": 3, "remat": "full"}),
@@ -102,7 +105,6 @@ SETTINGS = {
     ),
     "tensor": (st.Degrees(data=2, team=2, tensor=2), {"zero": 3}),
     "more tensor than key heads": (st.Degrees(ring=2, tensor=4), {"remat": "none"}),
-    "16 devices": (st.Degrees(team=2, ring=2, tensor=4), {"zero": 3}),
     "experts dispatched": (st.Degrees(head=2), {"zero": 3, "experts": "dispatch"}),
     "experts dispatched over an axis": (
         st.Degrees(team=2, ring=2, tensor=2),
@@ -119,7 +121,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow_except_every(6)
+@pytest.mark.slow_except_every(len(SETTINGS))
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_mesh_gives_the_losses_of_one_device(name, initial_state, one_device, monkeypatch):
     fake_jla.install(monkeypatch)
@@ -177,6 +179,7 @@ def test_greedy_tokens_are_the_likeliest_of_whole_forward_passes(degrees, initia
     assert len(set(found.ravel().tolist())) > 4
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("degrees", [st.Degrees(ring=4), st.Degrees(group=2, team=2, tensor=2)])
 @pytest.mark.parametrize(
     "remat", ["full", "attention_saved", "projections_saved", "products_saved"]

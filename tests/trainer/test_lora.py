@@ -296,12 +296,12 @@ def test_import_for_adapters_needs_space_for_one_copy_of_the_model(tmp_path, mon
 
 
 MERGED = [
+    ("qwen3_5", "mixed", None, "bfloat16"),
     ("llama", "float32", "float32", "float32"),
     ("llama", "float32", "bfloat16", "bfloat16"),
+    ("qwen3_moe", "float32", "bfloat16", "float32"),
     ("llama", "float16", None, "bfloat16"),
     ("llama", "bfloat16", None, "bfloat16"),
-    ("qwen3_5", "mixed", None, "bfloat16"),
-    ("qwen3_moe", "float32", "bfloat16", "float32"),
 ]
 
 
@@ -324,6 +324,7 @@ def merged_run(family, kind, base_dtype, activations, folder):
     return config, tensors
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("row", MERGED, ids=str)
 def test_adapters_are_added_to_the_tensors_of_the_file(row, tmp_path):
     """Once rounded, if the file has 16 bits; all others are those of the file, bit for bit."""

@@ -162,8 +162,8 @@ def test_wsd_rises_stays_and_falls():
 def test_learning_rate_of_a_flag_ends_at_the_share_of_the_recipe(recipe):
     flags = [recipe, "--optimizer.learning-rate", "2e-6"]
     changed = read_command_line(flags).settings.optimizer
-    rates = [float(learning_rate(changed, 1000)(count)) for count in range(1000)]
-    assert max(rates) == pytest.approx(2e-6)
+    rates = learning_rate(changed, 1000)(np.arange(1000))
+    assert rates.max() == pytest.approx(2e-6)
     own = RECIPES[recipe]().optimizer
     last = float(learning_rate(own, 1000)(999)) / own.learning_rate
     assert rates[-1] / 2e-6 == pytest.approx(last)

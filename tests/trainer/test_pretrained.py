@@ -1014,6 +1014,7 @@ def test_export_command(model, tmp_path, capsys):
     assert (out / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
 
 
+@pytest.mark.slow_except_every(2)
 @pytest.mark.parametrize(
     ("family", "wide", "declared"),
     [

@@ -144,7 +144,11 @@ LLAMA3 = dict(scaling="llama3", factor=2.0, original_length=9, turns=(1.0, 4.0))
 WRONG_PARTS = {
     None: [
         *({name: 0} for name in ("steps", "devices", "tile", "non_finite_limit")),
-        *({"seed": -1}, {"gradient_accumulation": 3}, {"sample": TextSampleConfig(length=1024)}),
+        *(
+            {"seed": -1},
+            {"gradient_accumulation": 3},
+            ({"sample": TextSampleConfig(length=1024)}, "sample.length=1024, seq_len=1024"),
+        ),
         *({"profile": x} for x in ((3, 2), (800, 801))),
         ({"attention": AttentionConfig(keep_gathered=True), "remat": "full"}, "remat='full'"),
         ({"mesh": MeshConfig(data=3)}, "batch_size=3"),

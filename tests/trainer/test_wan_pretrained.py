@@ -84,6 +84,7 @@ def test_tensors_keep_their_types(tmp_path):
         assert x.dtype.name == ("float32" if is_wide(name) else "float16")
 
 
+@pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize(
     ("file", "activations"),
     [

@@ -1,6 +1,7 @@
 """Programs with a Wan: going on after a stop, and what sample.py draws and refuses."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +84,14 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
         train.train(config_of(folder, tmp_path / "run", steps=1))
 
 
+@functools.cache
+def new_state(config):
+    return jax.device_get(make_program(config, st.Degrees()).initialise())
+
+
 def new_run(config, noise=0.0, like=None):
     """A run with a checkpoint, whose weights are new, or those and noise."""
-    state = make_program(like or config, st.Degrees()).initialise()
+    state = new_state(like or config)
     rng = np.random.default_rng(config.seed)
 
     def noisy(x):

@@ -22,7 +22,7 @@ from trainer.data.batches import place
 from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.config import ClipConfig, FlowConfig
 
-STEPS = 30
+STEPS = 10
 CONFIG = make_wan_config(steps=STEPS)
 # Odd sizes, whose tokens are filled up on 8 devices; all that a Wan can be given.
 IMAGE = make_wan_config(dict(first_frame="channels", image_dim=12), size=(3, 4, 6), steps=STEPS)
@@ -80,6 +80,7 @@ def one_device(config=CONFIG):
 
 LORA = make_wan_config(steps=STEPS, lora=LoraConfig(rank=3, targets=("query", "out", "up", "down")))
 SETTINGS = {
+    "data, zero 3": (CONFIG, st.Degrees(data=2, team=2, ring=2), {"zero": 3}),
     "Ring Attention": (CONFIG, st.Degrees.ring_attention(8), {}),
     "StarTrail": (CONFIG, st.Degrees.startrail(8, c=2), {"remat": "projections_saved", "tile": 8}),
     "StarTrail x Ulysses": (CONFIG, st.Degrees.startrail(8, c=2, head=2), {"remat": "full"}),
@@ -87,7 +88,6 @@ SETTINGS = {
     "tensor, accumulation": (
         *(CONFIG, st.Degrees(tensor=2, team=2, ring=2), {"gradient_accumulation": 2}),
     ),
-    "data, zero 3": (CONFIG, st.Degrees(data=2, team=2, ring=2), {"zero": 3}),
     "adapters": (LORA, st.Degrees(tensor=2, team=2, ring=2), {"zero": 2}),
     "an image": (IMAGE, st.Degrees(team=4, group=2), {}),
     "an image, tensor": (IMAGE, st.Degrees(tensor=4, ring=2), {"zero": 3}),
@@ -96,12 +96,12 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow_except_every(5)
+@pytest.mark.slow_except_every(len(SETTINGS))
 @pytest.mark.parametrize(("config", "degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
 def test_losses_do_not_depend_on_how_it_runs(config, degrees, changes):
     state, expected = one_device(config)
     losses, _ = train(make_program(degrees, config, **changes), state)
-    assert losses[-5:, 0].mean() < (1 if config.has_adapters else 0.8) * losses[:5, 0].mean()
+    assert losses[1:, 0].mean() < (1 if config.has_adapters else 0.9) * losses[0, 0]
     np.testing.assert_allclose(losses[:, 0], expected[:, 0], rtol=1e-5)
     np.testing.assert_allclose(losses[:, 1], expected[:, 1], rtol=1e-3)
 

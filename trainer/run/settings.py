@@ -193,9 +193,11 @@ def check_same_run(config: TrainConfig) -> None:
     if not changed or (config.allow_changes and not is_other_state):
         return
     lines = "\n".join(
-        f"  {flag_text(name, saved[name])} there, {flag_value(now[name])} now" for name in changed
+        f"  {flag_text(name, saved[name])}{'none' if saved[name] == () else ''} there, "
+        f"{flag_value(now[name]) or 'none'} now"
+        for name in changed
     )
-    flags = " ".join(flag_text(name, saved[name]) for name in changed)
+    flags = " ".join(flag_text(name, saved[name]).rstrip() for name in changed)
     allow = "" if is_other_state else " With --allow-changes it goes on as given now."
     another = "another --run-dir" + (" and --mirror" if config.mirror else "")
     raise InputError(
