@@ -86,7 +86,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path):
 
 @functools.cache
 def new_state(config):
-    return jax.device_get(make_program(config, st.Degrees()).initialise())
+    return make_program(config, st.Degrees()).initialise()
 
 
 def new_run(config, noise=0.0, like=None):
