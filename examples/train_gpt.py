@@ -60,11 +60,12 @@ class GPT(nnx.Module):
         return (losses * weights).sum() / weights.sum()
 
 
-def batches(folder, seq_len, batch_size):
+def batches(folder, seq_len, batch_size, run_dir=Path("runs")):
     """Files below a folder as bytes, packed in rows: batch i is the same in every run."""
     names = sorted(x.relative_to(folder) for x in folder.rglob("*") if x.is_file())
-    shown = (x for x in names if not any(part.startswith((".", "__")) for part in x.parts))
-    texts = [(folder / x).read_bytes() + b"\0" for x in shown]
+    shown = [x for x in names if not any(part.startswith((".", "__")) for part in x.parts)]
+    others = [x for x in shown if run_dir.resolve() not in (folder / x).resolve().parents]
+    texts = [(folder / x).read_bytes() + b"\0" for x in others]
     stream = np.frombuffer(b"".join(texts), np.uint8).astype(np.int32)
     document = np.repeat(np.arange(len(texts), dtype=np.int32), [len(text) for text in texts])
     start = np.flatnonzero(np.diff(document, prepend=-1))[document]
@@ -94,7 +95,8 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     mesh = st.make_mesh(st.Degrees.startrail(len(jax.devices()), c=args.c, head=args.head))
     attention = st.Attention(mesh, causal=True, layout=args.layout)
-    batch, model = batches(args.data, args.seq_len, args.batch_size), GPT(attention)
+    batch = batches(args.data, args.seq_len, args.batch_size, args.run_dir)
+    model = GPT(attention)
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 20, max(args.steps, 21))
     graph, state = nnx.split((model, nnx.Optimizer(model, optax.adamw(rate), wrt=nnx.Param)))
     state = jax.device_put(state, jax.NamedSharding(mesh, jax.P()))
