@@ -12,8 +12,8 @@ the two are equal. The column "sent" has what the schedules send.
 The paper reports ratios from 1.199 to 2.114 on its clusters. The planner compares the published
 schedule with Ring Attention and with ours on them, for instance
 
-    python -m startrail_jax.plan --nodes 16 --gpus-per-node 2 --gpu a100_40 --port 100Gb/s \\
-        --ports 1 --model gpt_3b --seq-len 128K --zero 3 --remat full --tensor 1 --data 1
+    python plan.py gpt_3b --nodes 16 --gpus-per-node 2 --gpu a100_40 --port 100Gb/s --ports 1 \\
+        --seq-len 128K --zero 3 --remat full --mesh.tensor 1 --mesh.data 1
 
 Reference: StarTrail, https://arxiv.org/abs/2407.00611, sections 4.2 to 4.4.
 """

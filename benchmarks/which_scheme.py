@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plan import find_run
 from startrail_jax.devices.degrees import Degrees
-from startrail_jax.planner.grid import Call
-from startrail_jax.planner.hardware import Cluster, find_gpu
-from startrail_jax.planner.models import MODELS, ModelSizes
-from startrail_jax.planner.search import Candidates, Search
+from trainer.planner.grid import Call
+from trainer.planner.hardware import Cluster, find_gpu
+from trainer.planner.models import ModelSizes
+from trainer.planner.search import Candidates, Search
 
 # Qwen3 0.6B and Gemma 2B: the config.json of Qwen/Qwen3-0.6B and google/gemma-2b.
 _SMALL = (
@@ -35,7 +36,8 @@ _SMALL = (
         mlp_width=16_384, outputs=256_128, tied_head=True,
     ),
 )  # fmt: skip
-_MODELS = (*(MODELS[name] for name in ("gpt_7b", "llama3_8b", "llama3_70b")), *_SMALL)
+_LARGE = ("gpt_7b", "llama3_8b", "llama3_70b")
+_MODELS = (*(find_run(x).sizes for x in _LARGE), *_SMALL)
 _TOKENS = (2**16, 2**18, 2**20)
 _GPUS = (64, 128, 256)
 _GIGABITS = (25, 100, 400)

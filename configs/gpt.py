@@ -108,6 +108,15 @@ def llama3_8b() -> GPTTrainConfig:
     )
 
 
+def llama3_70b() -> GPTTrainConfig:
+    """The sizes of Llama 3 70B (arXiv 2407.21783), on 512K tokens.
+
+    Command: `python train.py llama3_70b --data.path FOLDER --data.tokenizer tokenizer.json`.
+    """
+    sizes = dict(width=8192, layers=80, heads=64, mlp_width=28_672)
+    return _long_context("llama3_70b", llama3_8b().model, **sizes)
+
+
 def llama3_8b_1m() -> GPTTrainConfig:
     """Llama 3.1 8B (arXiv 2407.21783) on a million tokens, on one node of eight H100 80 GB.
 
@@ -256,6 +265,7 @@ _ALL = (
     gpt_3b,
     gpt_7b,
     llama3_8b,
+    llama3_70b,
     llama3_8b_1m,
     qwen3_8b_1m,
     qwen3_5_9b_1m,

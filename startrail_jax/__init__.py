@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from startrail_jax.devices.axes import AxisNames
     from startrail_jax.devices.degrees import Degrees
     from startrail_jax.linear.attention import LinearAttention
-    from startrail_jax.planner.planning import plan
     from startrail_jax.rings.residuals import CHECKPOINT_NAMES
     from startrail_jax.tokens.documents import parts
     from startrail_jax.tokens.layout import Layout
@@ -42,7 +41,6 @@ __all__ = [
     "make_mesh",
     "masks",
     "parts",
-    "plan",
 ]
 
 # The module of each name, or None if the name is a module. It is imported when the name is first
@@ -59,7 +57,6 @@ _MODULES = {
     "make_mesh": "device_mesh",
     "masks": None,
     "parts": "tokens.documents",
-    "plan": "planner.planning",
 }
 
 

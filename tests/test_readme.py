@@ -1,7 +1,6 @@
 """README and the pages of docs/: examples run, commands are understood, links lead to files."""
 
 import argparse
-import importlib
 import json
 import math
 import re
@@ -22,6 +21,7 @@ import yaml
 
 import linear_oracle
 import oracle
+import plan
 import startrail_jax
 from configs import RECIPES
 from programs import check_first_step
@@ -263,12 +263,11 @@ def test_commands_of_pages_are_understood(words, devices, place, monkeypatch, ca
         processes = flag_of(arguments, "--distributed.processes")
         check_run(settings, 8 * int(processes) if processes and devices == 8 else devices)
         return
-    planner = importlib.import_module("startrail_jax.plan")
-    if arguments[:2] == ["-m", "startrail_jax.plan"]:
+    if arguments[0] == "plan.py":
         if "--help" in arguments:
-            assert planner.parser().parse_args([x for x in arguments[2:] if x != "--help"])
+            assert plan.parser().parse_args([x for x in arguments[1:] if x != "--help"])
         else:
-            assert planner.main(arguments[2:]) == 0
+            assert plan.main(arguments[1:]) == 0
         return
 
     def reads(parse):

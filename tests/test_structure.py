@@ -28,14 +28,14 @@ LAYERS = (
     {f"{OP}.device_mesh"},
     {f"{OP}.attention", f"{OP}.linear"},
     # Nothing of the op reads compiled programs.
-    {f"{OP}.analysis", f"{OP}.planner", f"{OP}.testing"},
-    {f"{OP}.plan"},
+    {f"{OP}.analysis", f"{OP}.testing"},
     # Its package, which imports its modules when they are first asked for.
     {OP},
     {"models"},
     {"trainer.durable", "trainer.errors", "trainer.places", "trainer.printable"},
     {"trainer.packages", "trainer.sums"},
-    {"trainer.config"},
+    {"trainer.config", "trainer.planner"},
+    {"trainer.sizes"},
     {"trainer.objective"},
     {"trainer.run", "trainer.data"},
     {"trainer.processes", "trainer.parallel", "trainer.task"},
@@ -47,6 +47,7 @@ LAYERS = (
     {"trainer.tasks"},
     {"configs", "trainer.pretrained"},
     {"train", "sample"},
+    {"plan"},
     {"tests.faults"},
     {"benchmarks", "examples"},
 )
@@ -66,8 +67,7 @@ def files():
     folders = ("startrail_jax", "models", "trainer", "configs", "benchmarks", "tests/faults")
     return [
         *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))),
-        ROOT / "train.py",
-        ROOT / "sample.py",
+        *(ROOT / name for name in ("train.py", "sample.py", "plan.py")),
     ]
 
 

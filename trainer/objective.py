@@ -9,16 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from models.hooks import Hooks
 from models.lora import add_adapters
-from startrail_jax.planner.models import ModelSizes
 from startrail_jax.tokens.layout import Layout
-from trainer.config import LoraConfig, TrainConfig
+from trainer.config import LoraConfig
+from trainer.planner.models import ModelSizes
 
 
 class Objective(ABC):
@@ -134,20 +133,3 @@ def add_lora(model: Any, lora: LoraConfig, dtype: str, rngs: nnx.Rngs) -> None:
             base_dtype=lora.base_dtype or dtype,
             rngs=rngs,
         )
-
-
-def common_sizes(config: TrainConfig) -> dict[str, Any]:
-    """What the `ModelSizes` of a GPT and of a diffusion transformer have in common."""
-    model, lora = config.model, getattr(config, "lora", LoraConfig())
-    names = ("width", "layers", "heads", "mlp_width")
-    return {
-        **{name: getattr(model, name) for name in names},
-        "name": f"that of {config.run_dir}",
-        "batch": config.batch_size,
-        "average": config.ema_decay is not None,
-        "seq_len": config.num_tokens,
-        "itemsize": jnp.dtype(model.dtype).itemsize,
-        "lora_rank": lora.rank or 0,
-        "lora_targets": lora.targets,
-        "frozen_itemsize": jnp.dtype(lora.base_dtype or model.dtype).itemsize,
-    }

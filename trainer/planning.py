@@ -1,6 +1,6 @@
 """Which mesh is predicted to be the fastest for a run on the devices at hand.
 
-`startrail_jax.planner` predicts; here are the settings of the run, and what it can do.
+`trainer.planner` predicts; here are the settings of the run, and what it can do.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 import startrail_jax as st
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UserError
-from startrail_jax.planner.documents import DocumentForecast, forecasts, sample, visible_shares
-from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
-from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.here import SHARE, data_sheet_cluster, jax_share, measure_cluster
-from startrail_jax.planner.quantities import GIB, show_rate, show_seconds
-from startrail_jax.planner.search import REMAT, Candidates, Prediction, Search, no_setting
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.degrees import OPEN, choose_degrees, given_order, given_to_plan
 from trainer.parallel.splits import check_parts
 from trainer.parallel.step_sizes import chosen_step, step_limit
+from trainer.planner.documents import DocumentForecast, forecasts, sample, visible_shares
+from trainer.planner.grid import ORDERS, Call, Settings, all_settings
+from trainer.planner.hardware import Cluster
+from trainer.planner.here import SHARE, data_sheet_cluster, jax_share, measure_cluster
+from trainer.planner.quantities import GIB, show_rate, show_seconds
+from trainer.planner.search import REMAT, Candidates, Prediction, Search, no_setting
 from trainer.processes import gather
 from trainer.task import Task
 

@@ -117,6 +117,10 @@ class Task(ABC, Generic[Config, Options]):
     def make_objective(self, config: Config) -> Any:
         """The model, its loss and its FLOPs: a `trainer.objective.Objective`."""
 
+    def sizes(self, config: Config) -> Any:
+        """The `ModelSizes` of `Objective.sizes`, without jax where a plan must be fast."""
+        return self.make_objective(config).sizes
+
     @abstractmethod
     def open_data(self, config: Config, layout: Any) -> Dataset:
         """Opens what a run trains on.

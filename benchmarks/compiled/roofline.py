@@ -5,7 +5,7 @@ and beside them one link, which carries one collective at a time. A kernel takes
 bytes at the rate of the memory, or its FLOPs at that of the matrix units, whichever is longer. What
 kernels wait for the link is *exposed*. Kernels that run between the -start and the -done of an
 asynchronous collective are *beneath* it. Nothing is measured: the rates are those of
-`startrail_jax.planner.hardware`.
+`trainer.planner.hardware`.
 
 Of a conditional, all branches count, each with the same share, as devices and rounds take different
 ones. Copies to and from the host are left out.
@@ -32,9 +32,9 @@ from startrail_jax.analysis.hlo import (
     source_target_pairs,
 )
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.planner.hardware import Gpu
-from startrail_jax.planner.models import DISPATCHES
 from startrail_jax.traffic import COLLECTIVES
+from trainer.planner.hardware import Gpu
+from trainer.planner.models import DISPATCHES
 
 ATTENTION, MATRICES, OTHERS = "attention", "matrices", "other kernels"
 KINDS = (ATTENTION, MATRICES, OTHERS)

@@ -13,7 +13,7 @@ Degrees of team, group and ring that flags leave open are those of the fewest by
 
 * the memory of one device in GiB: `state` are weights, optimizer and batch, `rest` is everything
   else that the step needs at a time, `host` waits in the host's memory, and `peak` is needed in
-  all; `formula` is the closed form (`startrail_jax.planner.memory`), which estimates the peak.
+  all; `formula` is the closed form (`trainer.planner.memory`), which estimates the peak.
   NCCL, cuDNN's workspaces and gaps of the allocator come on top, so that a peak should be at most
   92 % of the memory (XLA_PYTHON_CLIENT_MEM_FRACTION=.92);
 * a roofline (`roofline.py`): kernels of attention, matrices and others with their bytes, FLOPs and
@@ -49,15 +49,15 @@ import startrail_jax as st
 from benchmarks.compiled.deviceless import gpu_topology, target_names
 from benchmarks.compiled.roofline import BACKWARD, Collective, Roofline, read_roofline
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
-from startrail_jax.planner.hardware import GPUS
-from startrail_jax.planner.here import jax_share
-from startrail_jax.planner.quantities import GIB
 from train import read_command_line
 from trainer.config import TrainConfig
 from trainer.parallel.checks import make_attention
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step import Program
 from trainer.parallel.step_sizes import chosen_step
+from trainer.planner.hardware import GPUS
+from trainer.planner.here import jax_share
+from trainer.planner.quantities import GIB
 from trainer.run.exit import exit_on_user_errors
 from trainer.tasks import TASKS
 

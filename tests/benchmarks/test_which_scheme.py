@@ -7,7 +7,7 @@ import pytest
 from benchmarks import which_scheme
 from benchmarks.which_scheme import NEAR, OPTIONS, RULES, cases, questions, rule, table
 from startrail_jax.devices.degrees import Degrees
-from startrail_jax.planner.planning import plan_of
+from trainer.planner.planning import plan_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 

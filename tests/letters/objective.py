@@ -12,10 +12,10 @@ from jax import lax
 
 from models.layers import MLP
 from models.linear import linear
-from startrail_jax.planner.models import ModelSizes
 from trainer.objective import Objective
 from trainer.parallel.optimizer import learning_rate
 from trainer.parallel.partition import path_name
+from trainer.planner.models import ModelSizes
 
 
 class LetterBatch(NamedTuple):

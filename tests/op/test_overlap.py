@@ -16,7 +16,7 @@ from gpu_compiler import needs_gpu_compiler
 from hlo_texts import NEVER, computation, loop
 from refusals import refused
 from startrail_jax.errors import UnsupportedError
-from startrail_jax.planner.hardware import GPUS
+from trainer.planner.hardware import GPUS
 
 pytestmark = pytest.mark.quick
 

@@ -11,6 +11,7 @@ import pytest
 import startrail_jax as st
 from configs import RECIPES
 from models import experts
+from plans import MODELS
 from programs import (
     compile_gradients,
     compile_step,
@@ -20,14 +21,14 @@ from programs import (
     make_wan_config,
     saved_by_layers,
 )
-from startrail_jax.planner import step as planner_step
-from startrail_jax.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
-from startrail_jax.planner.models import DISPATCHES, MODELS
 from startrail_jax.xla.compiler import offload_options
 from trainer.config import AttentionConfig, LoraConfig
 from trainer.gpt.config import DataConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.state import batch_shapes, bytes_of_device, describe_memory
+from trainer.planner import step as planner_step
+from trainer.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
+from trainer.planner.models import DISPATCHES
 from trainer.tasks import TASKS
 
 GIB = 2**30

@@ -15,15 +15,15 @@ from configs.gpt import gpt_tiny, llama3_8b
 from programs import make_config, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
-from startrail_jax.planner.hardware import GPUS, Cluster
-from startrail_jax.planner.quantities import show_seconds
-from startrail_jax.planner.search import REMAT
 from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, Distributed, LoraConfig, MeshConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step_sizes import SURE, chosen_step, footprint, step_limit
+from trainer.planner.hardware import GPUS, Cluster
+from trainer.planner.quantities import show_seconds
+from trainer.planner.search import REMAT
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
 from trainer.session import joined

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+import plan
 import sample
 import startrail_jax as st
 import train
@@ -19,15 +20,15 @@ from letters.config import LettersConfig
 from letters.objective import LetterBatch
 from letters.task import LettersTask
 from models.hooks import Hooks
+from plans import MODELS
 from programs import interrupt_after, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
-from startrail_jax.planner.config_json import find_model
-from startrail_jax.planner.hardware import GPUS, Cluster
-from startrail_jax.planner.models import MODELS
 from trainer import planning, tasks
 from trainer.config import OptimizerConfig
 from trainer.parallel.step_sizes import footprint, step_sizes
+from trainer.planner.config_json import is_file_model
+from trainer.planner.hardware import GPUS, Cluster
 from trainer.run.settings import save_config
 
 
@@ -97,8 +98,10 @@ def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path):
     save_config(config, path)
     with refused(InputError, "'modulated'"):
         replace(MODELS["gpt_7b"], kind="dit")
-    with refused(InputError, "train.py"):
-        find_model(str(path))
+    assert not is_file_model(str(path))
+    # It is planned as it is, with jax where its task has no other way to its sizes.
+    planned, sizes = plan.find_run(str(path)).sizes, LettersTask().sizes(config)
+    assert replace(planned, name=sizes.name) == sizes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from configs.wan import dit_video
 from programs import make_wan_config
 from refusals import refused
 from startrail_jax.errors import InputError
-from startrail_jax.planner.models import IMAGE_TOKENS
 from train import read_command_line
 from trainer.dit import encode
 from trainer.dit.wan.batches import clip_batch
@@ -25,6 +24,7 @@ from trainer.dit.wan.clips import open_clips, read_lines
 from trainer.dit.wan.config import ClipConfig, FlowConfig
 from trainer.dit.wan.digits import STEPS, MovingDigits, embedded
 from trainer.dit.wan.videos import find_videos, frames_shown, without_wait
+from trainer.planner.models import IMAGE_TOKENS
 from trainer.run.exit import exit_on_user_errors
 
 pytestmark = pytest.mark.quick

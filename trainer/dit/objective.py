@@ -4,7 +4,6 @@ from it."""
 from __future__ import annotations
 
 import functools
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,14 +15,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.dit import DiT
 from models.hooks import Hooks
-from startrail_jax.planner.models import DIT, ModelSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.data.order import NO_EXAMPLE
 from trainer.dit.batches import Grid, ImageBatch, tokens_of
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Kind, draw_times, noised
-from trainer.objective import Objective, common_sizes
+from trainer.dit.sizes import sizes_of
+from trainer.objective import Objective
 from trainer.parallel.frozen import with_frozen
+from trainer.planner.models import ModelSizes
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
@@ -58,25 +58,6 @@ class Denoiser(Objective):
 
     def flops_at(self, length: int) -> float:
         return self.sizes.flops_per_token(length)
-
-    @functools.cached_property
-    def sizes(self) -> ModelSizes:
-        config, model = self._config, self._config.model
-        patch = math.prod(model.patch)
-        sizes = ModelSizes(
-            **{**common_sizes(config), **DIT, **self.own_sizes()},
-            kv_heads=model.heads,
-            head_dim=max(model.width // model.heads, 1),
-            mlp_matrices=2,
-            outputs=patch * model.channels,
-            patch=patch,
-            block=config.block_tokens,
-        )
-        return with_frozen(sizes, self, config)
-
-    @abstractmethod
-    def own_sizes(self) -> dict[str, Any]:
-        """Fields of `sizes` that other diffusion transformers do not have."""
 
     @abstractmethod
     def draw_time(self, key: Key[Array, ""]) -> Float32[Array, ""]:
@@ -138,8 +119,9 @@ class Denoising(Denoiser):
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> DiT:
         return DiT(**vars(self._config.model), attention_fn=attention_fn, hooks=hooks, rngs=rngs)
 
-    def own_sizes(self) -> dict[str, Any]:
-        return {"classes": self._config.model.classes}
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        return with_frozen(sizes_of(self._config), self, self._config)
 
     def batch_shapes(self, layout: Layout) -> ImageBatch:
         config = self._config

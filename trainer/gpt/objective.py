@@ -18,15 +18,15 @@ from models.gpt import GPT
 from models.hooks import Hooks
 from models.rope import Rope
 from startrail_jax.errors import InputError
-from startrail_jax.patterns import shortest
-from startrail_jax.planner.models import LinearSizes, ModelSizes, MoESizes
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTConfig, GPTTrainConfig
-from trainer.objective import Objective, add_lora, common_sizes
+from trainer.gpt.sizes import sizes_of
+from trainer.objective import Objective, add_lora
 from trainer.parallel.frozen import with_frozen
 from trainer.parallel.partition import path_name
+from trainer.planner.models import ModelSizes
 
 
 class NextToken(Objective):
@@ -44,31 +44,7 @@ class NextToken(Objective):
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
-        config, model = self._config, self._config.model
-        same = ("kv_heads", "head_dim", "qk_norm", "attention_gate", "tied_head")
-        linear = {}
-        if "linear" in model.layer_mixers:
-            names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
-            sizes = LinearSizes(**{name: model.linear_sizes[name] for name in names})
-            linear = {"mixers": model.mixers, "linear": sizes}
-        experts = {}
-        if "experts" in model.layer_feed_forwards:
-            names = ("count", "top_k", "width", "shared_width", "shared_gate", "biases")
-            sizes = {name: model.expert_sizes[name] for name in names}
-            sizes["choice_bias"] = model.experts.balance_rate > 0
-            experts = {"feed_forwards": model.feed_forwards, "experts": MoESizes(**sizes)}
-            ways = {"auto": None, "gather": False, "dispatch": True}
-            experts["dispatch"] = ways[config.experts]
-        sizes = ModelSizes(
-            **common_sizes(config),
-            **{name: getattr(model, name) for name in same},
-            **linear,
-            **experts,
-            outputs=model.vocab_size,
-            mlp_matrices=2 if model.mlp == "gelu" else 3,
-            windows=shortest(config.layer_windows),
-        )
-        return with_frozen(sizes, self, config)
+        return with_frozen(sizes_of(self._config), self, self._config)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         config = self._config

@@ -67,6 +67,11 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
 
         return NextToken(config)
 
+    def sizes(self, config: GPTTrainConfig) -> Any:
+        from trainer.gpt.sizes import sizes_of
+
+        return super().sizes(config) if config.frozen else sizes_of(config)
+
     def inputs(self, config: GPTTrainConfig) -> list[tuple[str, Path | None]]:
         # A run has a copy of some tokenizers.
         names = ("validation_path", "chat_template")

@@ -12,10 +12,10 @@ from flax import nnx
 
 from models.hooks import Hooks
 from models.periods import PARTS
-from startrail_jax.planner.models import FrozenShares, ModelSizes
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.partition import STACKED, TENSOR_DIMS, counts_experts, split_frozen
+from trainer.planner.models import FrozenShares, ModelSizes
 
 
 def abstract_weights(objective: Objective) -> Any:

@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float32
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.planner.memory import REPEATS_MLP, SAVED
 from startrail_jax.xla.compiler import compiler_options, offload_options
 from startrail_jax.xla.varying import vary
 from trainer.config import TrainConfig
@@ -45,6 +44,7 @@ from trainer.parallel.state import (
 )
 from trainer.parallel.step_sizes import chosen_step, footprint, step_limit
 from trainer.parallel.tiling import summed_in_tiles
+from trainer.planner.memory import REPEATS_MLP, SAVED
 
 
 class StepMetrics(NamedTuple):

@@ -19,9 +19,6 @@ from models.hooks import Hooks
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.masks import Window
-from startrail_jax.planner.here import jax_share, memory_of
-from startrail_jax.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
-from startrail_jax.planner.search import REMAT
 from startrail_jax.rings.choices import choose_exchange
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import plan_sparse
@@ -32,6 +29,9 @@ from trainer.parallel.optimizer import make_optimizer
 from trainer.parallel.partition import STACKED, Split, split_frozen
 from trainer.parallel.remat import Remat
 from trainer.parallel.state import batch_shapes, bytes_of_device, state_shapes
+from trainer.planner.here import jax_share, memory_of
+from trainer.planner.memory import FLOAT32, LAYER, LOSS, Footprint, StepSizes, footprint_of
+from trainer.planner.search import REMAT
 
 _SHARE_OF_CPU = 0.92
 SURE = 0.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,14 +14,16 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.hooks import Hooks
 from models.wan import Wan
-from startrail_jax.planner.models import IMAGE_TOKENS
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import OfRows
 from trainer.dit.batches import Grid, tokens_of
 from trainer.dit.diffusion import draw_times
 from trainer.dit.objective import Denoiser
 from trainer.dit.wan.batches import ClipBatch, Texts
+from trainer.dit.wan.sizes import sizes_of
 from trainer.objective import add_lora
+from trainer.parallel.frozen import with_frozen
+from trainer.planner.models import IMAGE_TOKENS, ModelSizes
 
 
 class Given(NamedTuple):
@@ -67,13 +70,9 @@ class VideoFlow(Denoiser):
 
     target = "flow"
 
-    def own_sizes(self) -> dict[str, Any]:
-        model = self._config.model
-        return {
-            **{"kind": "wan", "qk_norm": True, "given_channels": model.given_channels},
-            **{"text_tokens": model.text_tokens, "text_dim": model.text_dim},
-            "image_dim": model.image_dim or 0,
-        }
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        return with_frozen(sizes_of(self._config), self, self._config)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> Wan:
         config, model = self._config, self._config.model

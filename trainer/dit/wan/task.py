@@ -50,9 +50,9 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
         folder = flag("--data.path")
         if folder is None or config.data.path is not None or not Path(folder).is_dir():
             return config
-        from trainer.dit.wan.clips import read_lines, sizes_of
+        from trainer.dit.wan import clips
 
-        if flag("--size") is None and (sizes := sizes_of(read_lines(Path(folder)))):
+        if flag("--size") is None and (sizes := clips.sizes_of(clips.read_lines(Path(folder)))):
             data = replace(config.data, path=Path(folder), sizes=tuple(map(name_of, sizes[1:])))
             # A flag sets another patch later.
             patch = (1, 1, 1) if flag("--model.patch") else config.model.patch
@@ -74,6 +74,11 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
         from trainer.dit.wan.objective import VideoFlow
 
         return VideoFlow(config)
+
+    def sizes(self, config: WanTrainConfig) -> Any:
+        from trainer.dit.wan.sizes import sizes_of
+
+        return super().sizes(config) if config.frozen else sizes_of(config)
 
     def inputs(self, config: WanTrainConfig) -> list[tuple[str, Path | None]]:
         return [("data.path", config.data.path)]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.patterns import loops_of, turn_of
-from startrail_jax.planner.grid import Call, Settings
-from startrail_jax.planner.links import Cost, Links
-from startrail_jax.planner.memory import (
+from trainer.planner.grid import Call, Settings
+from trainer.planner.links import Cost, Links
+from trainer.planner.memory import (
     LAYER,
     LOSS,
     REPEATS_MLP,
@@ -22,8 +22,8 @@ from startrail_jax.planner.memory import (
     StepSizes,
     footprint_of,
 )
-from startrail_jax.planner.models import SENT_TO_EXPERTS, LayerKind
-from startrail_jax.planner.timing import Timing
+from trainer.planner.models import SENT_TO_EXPERTS, LayerKind
+from trainer.planner.timing import Timing
 
 _FLOAT32 = 4
 _ADAM_BYTES = 28

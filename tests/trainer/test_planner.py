@@ -14,24 +14,25 @@ import pytest
 from jax.experimental import multihost_utils
 
 import startrail_jax as st
+from plans import MODELS, plan
 from refusals import refused
 from startrail_jax import masks
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
-from startrail_jax.planner import here
-from startrail_jax.planner.documents import visible_shares
-from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings
-from startrail_jax.planner.hardware import GPUS, Cluster, find_gpu
-from startrail_jax.planner.here import LinkSpeed, _ports, data_sheet_cluster, measure_cluster
-from startrail_jax.planner.memory import footprint_of
-from startrail_jax.planner.models import MODELS, LinearSizes, ModelSizes
-from startrail_jax.planner.planning import plan_of
-from startrail_jax.planner.quantities import parse_rate
-from startrail_jax.planner.search import BASELINES, REMAT, Candidates, Search
-from startrail_jax.planner.step import Savings, Step, is_legal
-from startrail_jax.planner.timing import Timing
 from startrail_jax.rings.schedule import schedule_of
 from startrail_jax.tokens.layout import Layout
+from trainer.planner import here
+from trainer.planner.documents import visible_shares
+from trainer.planner.grid import ORDERS, Call, Settings, all_settings
+from trainer.planner.hardware import GPUS, Cluster, find_gpu
+from trainer.planner.here import LinkSpeed, _ports, data_sheet_cluster, measure_cluster
+from trainer.planner.memory import footprint_of
+from trainer.planner.models import LinearSizes, ModelSizes
+from trainer.planner.planning import plan_of
+from trainer.planner.quantities import parse_rate
+from trainer.planner.search import BASELINES, REMAT, Candidates, Search
+from trainer.planner.step import Savings, Step, is_legal
+from trainer.planner.timing import Timing
 
 MEASURED = Path(__file__).parent / "planner_measured.txt"
 EVERY = Path(__file__).parent / "planner_every.txt"
@@ -342,7 +343,7 @@ def test_moments_on_the_host_cost_their_way_and_no_memory():
     assert np.all(before.device_bytes - after.device_bytes > before["optimizer"] / 2)
     seconds = step.parts(moved)["offload waits"] - step.parts(kept)["offload waits"]
     np.testing.assert_allclose(seconds, 2 * before["optimizer"] / where.gpu.host_rate)
-    found = str(st.plan(**H100_NODES, model="gpt_7b", options=Search(offload_optimizer=True)))
+    found = str(plan(**H100_NODES, model="gpt_7b", options=Search(offload_optimizer=True)))
     assert all(words in found for words in (", moments on the host", " --offload-optimizer"))
 
 
@@ -350,14 +351,14 @@ def test_moments_on_the_host_cost_their_way_and_no_memory():
 def test_command_is_that_of_the_winner_where_memory_allows(model):
     """Else that of the least memory among those that are nearly as fast, and a line says so."""
     typed = dict(**H100_NODES, model=model, seq_len=MODELS[model].seq_len or "512K")
-    free = st.plan(**typed, options=Search(baselines=False), top=1)
+    free = plan(**typed, options=Search(baselines=False), top=1)
     assert free.frugal == free.winner
     assert "The command takes another" not in str(free)
     size = free.winner.memory_bytes
     for share, is_tight in ((0.84, False), (0.86, True)):
         gpu = dataclasses.replace(GPUS["h100"], memory_bytes=int(size / share) + 1)
         options = Search(baselines=False, memory_fraction=1)
-        found = st.plan(**typed | dict(gpu=gpu), options=options, top=1)
+        found = plan(**typed | dict(gpu=gpu), options=options, top=1)
         winner, taken = found.winner, found.frugal
         assert winner == free.winner
         assert (taken != winner) == is_tight
@@ -380,7 +381,7 @@ def test_command_is_that_of_the_winner_where_memory_allows(model):
     ],
 )
 def test_a_long_wait_for_zero_names_what_is_not_searched(model, more, words):
-    found = st.plan(**H100_NODES | dict(model=model, seq_len="256K") | more, top=1)
+    found = plan(**H100_NODES | dict(model=model, seq_len="256K") | more, top=1)
     waits = found.frugal.parts["zero waits"] > 0.2 * found.frugal.seconds
     assert waits == bool(words)
     assert all(x in str(found) for x in words)
@@ -393,7 +394,7 @@ def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
     typed = dict(**H100_NODES, model="gpt_7b")
     few = dict(degrees={"ring": 8, "group": 8}, zero=(3,), remat=("attention_saved",))
     both, offloads = (
-        st.plan(**typed, options=Search(**few, **more), seq_len="512K")
+        plan(**typed, options=Search(**few, **more), seq_len="512K")
         for more in ({}, {"offload": (True,)})
     )
     assert both.winner.seconds == offloads.winner.seconds
@@ -410,15 +411,19 @@ def test_of_equally_fast_settings_the_one_that_need_not_offload_wins():
     [
         (1, {}, dict.fromkeys(BASELINES, "it needs several GPUs for a sequence$")),
         (2, {}, {"LoongTrain / USP": "it needs heads that some", "StarTrail as p": "a C above 1"}),
-        (8, {"tensor": 2}, dict.fromkeys(BASELINES, "it needs .*, beside --tensor 2$")),
-        (8, {"team": 2, "head": 1}, dict.fromkeys([*BASELINES][:4], ", beside --team 2 --head 1$")),
+        (8, {"tensor": 2}, dict.fromkeys(BASELINES, "it needs .*, beside --mesh.tensor 2$")),
+        (
+            8,
+            {"team": 2, "head": 1},
+            dict.fromkeys([*BASELINES][:4], ".team 2 --mesh.head 1$"),
+        ),
         (8, {}, {}),
     ],
 )
 def test_a_scheme_without_a_legal_setting_says_why(gpus, options, reasons):
     few = dict(remat=("full",), offload=(False,), tiled=(False,))
     typed = dict(nodes=1, gpus_per_node=gpus, gpu="h200", model="gpt_3b", seq_len="8K")
-    found = st.plan(**typed, options=Search(degrees=options, **few))
+    found = plan(**typed, options=Search(degrees=options, **few))
     assert {*found.illegal} | {*found.baselines} == {*BASELINES}
     assert len(found.illegal) == len(reasons)
     for (name, text), (start, reason) in zip(found.illegal.items(), reasons.items(), strict=True):
@@ -595,7 +600,7 @@ QWEN3 = {
 def test_steps_of_long_sequences_take_what_others_measured(size, tokens, nodes, seconds):
     """TRL's table: Qwen3 on nodes of eight H100; of 364 to 380 s, the middle."""
     model = dataclasses.replace(MODELS["qwen3_8b"], name="given", **QWEN3[size])
-    found = st.plan(**H100_NODES | {"nodes": nodes}, model=model, seq_len=tokens, top=1)
+    found = plan(**H100_NODES | {"nodes": nodes}, model=model, seq_len=tokens, top=1)
     assert found.winner.seconds == pytest.approx(seconds, rel=0.1)
 
 
@@ -626,16 +631,16 @@ def test_documents_as_long_as_rows_take_as_long_as_rows(lengths_of, given):
     options = Search(zero=(0,), remat=("full",), degrees=degrees, memory_fraction=1)
     gpu = dataclasses.replace(GPUS["h100"], memory_bytes=2**42)
     asked = dict(SLOW_PORTS, gpu=gpu, seq_len="128K", batch=1, options=options)
-    found = st.plan(**asked, lengths=lengths_of(*[131_072] * 40))
+    found = plan(**asked, lengths=lengths_of(*[131_072] * 40))
     assert found.documents.held.parts.keys() == {16}
     assert found.documents.tokens_per_second == pytest.approx(131_072 / found.winner.seconds)
     assert found.documents.rows_tokens_per_second == pytest.approx(131_072 / found.winner.seconds)
-    assert found.winner == st.plan(**asked).winner
+    assert found.winner == plan(**asked).winner
 
 
 def test_short_documents_are_faster_whole_where_bytes_bind(lengths_of):
     lengths = lengths_of(*[4000] * 600, *[65_536] * 4)
-    found = st.plan(seq_len="64K", batch=4, lengths=lengths, **SLOW_PORTS)
+    found = plan(seq_len="64K", batch=4, lengths=lengths, **SLOW_PORTS)
     faster = found.documents.tokens_per_second / found.documents.rows_tokens_per_second
     assert faster > 1.5
     assert found.documents.held.alone > 0.8 * found.documents.held.tokens
@@ -648,8 +653,8 @@ def test_no_mesh_for_documents_has_more_tensor_shards_than_key_heads(lengths_of)
     """train.py refuses documents on such a mesh, and takes rows."""
     asked = dict(seq_len="64K", batch=4, lengths=lengths_of(*[4000] * 99), **SLOW_PORTS)
     assert SLOW_PORTS["model"].kv_heads == 8
-    assert st.plan(options=Search(degrees=dict(tensor=8)), **asked).documents is not None
-    assert st.plan(options=Search(degrees=dict(tensor=16)), **asked).documents is None
+    assert plan(options=Search(degrees=dict(tensor=8)), **asked).documents is not None
+    assert plan(options=Search(degrees=dict(tensor=16)), **asked).documents is None
 
 
 def test_share_of_pairs_that_documents_leave():
@@ -686,7 +691,7 @@ def test_lengths_that_are_none_are_refused(tmp_path, monkeypatch, given, named):
     Path("zero").write_text("3\n0\n")
     Path("words").write_text("three\n")
     with refused(InputError, named):
-        st.plan(seq_len="64K", lengths=given, **SLOW_PORTS)
+        plan(seq_len="64K", lengths=given, **SLOW_PORTS)
 
 
 def test_kernels_between_matrices_take_the_time_of_their_bytes():
@@ -730,13 +735,13 @@ def test_with_offload_the_exchange_of_the_output_is_repeated(remat, times):
 def test_texts_and_whole_floats_are_numbers():
     few = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(False,), baselines=False)
     typed = dict(gpu="h100", model="gpt_7b", options=few, nodes=2, gpus_per_node=2, top=1)
-    plain = st.plan(**typed, port="50GB/s", batch=8, latency="1ms", seq_len=65_536)
+    plain = plan(**typed, port="50GB/s", batch=8, latency="1ms", seq_len=65_536)
     assert plain.cluster.port_rate == 5e10
     for changes in (
         dict(port="400Gb/s", batch="8", latency="1000us", seq_len=65536.0),
         dict(port="400 Gbit/s", batch=8.0, latency="0.001s", seq_len="64K"),
     ):
-        assert st.plan(**typed, **changes) == plain
+        assert plan(**typed, **changes) == plain
 
 
 def odd_options(**values):
@@ -752,13 +757,12 @@ def odd_options(**values):
     ("changes", "named"),
     [
         (dict(gpu="h1000"), "--gpu"),
-        (dict(model="gpt_8b"), "--model"),
         (dict(port="0GB/s"), "--port"),
         (dict(port=None), "--nodes"),
         (dict(ports=3), "--gpus-per-node"),
         (dict(seq_len=65536.5), "--seq-len"),
-        (dict(batch=True), "--batch"),
-        (dict(batch=2**41), "--batch"),
+        (dict(batch=True), "--batch-size"),
+        (dict(batch=2**41), "--batch-size"),
         (dict(latency=1e-5), "--latency"),
         (dict(latency="10"), "--latency"),
         (dict(port=50), "--port"),
@@ -771,13 +775,13 @@ def odd_options(**values):
         (dict(seq_len="12.5"), "--seq-len"),
         (dict(model="llama3_8b", seq_len=None), "--seq-len"),
         (dict(options=Search(degrees={"tensor": 16}), seq_len=40), "--seq-len"),
-        (dict(nodes=8, options=Search(degrees={"head": 64})), "--head 64"),
-        (dict(options=Search(degrees={"data": 2}), batch=3), "--data 2"),
-        (dict(options=Search(degrees={"ring": 5})), "--ring"),
+        (dict(nodes=8, options=Search(degrees={"head": 64})), "--mesh.head 64"),
+        (dict(options=Search(degrees={"data": 2}), batch=3), "--mesh.data 2"),
+        (dict(options=Search(degrees={"ring": 5})), "--mesh.ring"),
         (dict(options=Search(offload=(True,), remat=("none",))), "--offload"),
         (dict(nodes=1, gpus_per_node=1, options=Search(zero=(1, 3), remat=("full",))), "--zero"),
-        (dict(nodes=1, options=Search(zero=(2,), degrees={"tensor": 8})), "--tensor"),
-        (dict(options=Search(degrees=dict.fromkeys(ROLES, 1) | {"ring": 8})), "--ring"),
+        (dict(nodes=1, options=Search(zero=(2,), degrees={"tensor": 8})), "--mesh.tensor"),
+        (dict(options=Search(degrees=dict.fromkeys(ROLES, 1) | {"ring": 8})), "--mesh.ring"),
         (dict(seq_len="16K", options=Search(tiled=(True,), degrees={"ring": 16})), "--tile"),
         (dict(options=Search(remat=("some",))), "--remat"),
         (dict(options=odd_options(zero=3)), "zero=(3"),
@@ -790,7 +794,7 @@ def odd_options(**values):
 def test_errors_name_the_flag_and_what_was_given(changes, named):
     arguments = dict(H100_NODES, nodes=2, model="gpt_7b", seq_len="64K")
     with refused(InputError, named):
-        st.plan(**arguments | changes)
+        plan(**arguments | changes)
 
 
 def test_bits_and_bytes_are_told_apart():
@@ -907,16 +911,16 @@ def test_ports_are_told_apart_by_what_several_messages_take(ports, half_duplex):
 
 def test_gpus_that_make_no_step_faster_are_said_to_be_of_no_use():
     typed = dict(nodes=1, gpu="h100", model="llama3_8b", options=Search(baselines=False))
-    found = st.plan(**typed, gpus_per_node=7, seq_len=100)
-    (alone,) = (st.plan(**typed, gpus_per_node=1, seq_len=100).ranked,)
+    found = plan(**typed, gpus_per_node=7, seq_len=100)
+    (alone,) = (plan(**typed, gpus_per_node=1, seq_len=100).ranked,)
     assert found.alone <= found.winner.seconds
     assert "So many GPUs are of no use here: one with enough memory would take" in str(found)
     assert alone[0].seconds >= found.alone
-    assert st.plan(**typed, gpus_per_node=7, seq_len="64K").alone is None
+    assert plan(**typed, gpus_per_node=7, seq_len="64K").alone is None
 
 
 def test_settings_that_predictions_do_not_tell_apart_are_marked():
-    found = st.plan(
+    found = plan(
         nodes=8, gpus_per_node=8, gpu="h100", port="100Gb/s", ports=1, model="llama3_8b",
         seq_len="1M", options=Search(degrees=dict(data=1, tensor=1)),
     )  # fmt: skip

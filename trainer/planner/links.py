@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
-from startrail_jax.planner.grid import Placement, Settings
-from startrail_jax.planner.hardware import Cluster
 from startrail_jax.traffic.algorithms import halving
+from trainer.planner.grid import Placement, Settings
+from trainer.planner.hardware import Cluster
 
 _PEERS = 8
 """Peers that NCCL sends to at a time in an exchange of all with all. Over gloo, XLA sends to all of

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
-from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.models import ModelSizes
+from trainer.planner.hardware import Cluster
+from trainer.planner.models import ModelSizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,27 +1,27 @@
-"""The plan of a cluster and a model: the result of `st.plan`, and its text."""
+"""The plan of a cluster and a model: the result of `plan.py`, and its text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.command import command_of, remarks
-from startrail_jax.planner.config_json import find_model
-from startrail_jax.planner.documents import (
+from trainer.planner.command import OWN, command_of, remarks
+from trainer.planner.documents import (
     DocumentForecast,
     cut,
     forecast,
     read_lengths,
     visible_shares,
 )
-from startrail_jax.planner.grid import Call
-from startrail_jax.planner.hardware import Cluster, Gpu, find_gpu
-from startrail_jax.planner.models import ModelSizes, check_model
-from startrail_jax.planner.quantities import (
+from trainer.planner.grid import Call
+from trainer.planner.hardware import Cluster, Gpu, find_gpu
+from trainer.planner.models import ModelSizes, check_model
+from trainer.planner.quantities import (
     GIB,
     as_count,
     parse_rate,
@@ -31,7 +31,7 @@ from startrail_jax.planner.quantities import (
     show_rate,
     show_seconds,
 )
-from startrail_jax.planner.search import (
+from trainer.planner.search import (
     BASELINES,
     Candidates,
     Prediction,
@@ -61,6 +61,8 @@ class Plan:
     """The model, its tokens and its batch."""
     options: Search
     """The settings that were searched."""
+    run: tuple[str, ...]
+    """Words that name the model to `train.py`, and flags that it was planned with."""
     ranked: tuple[Prediction, ...]
     """The fastest settings, one for each setting of the degrees, best first."""
     baselines: dict[str, Prediction]
@@ -94,7 +96,8 @@ class Plan:
     def command(self) -> str:
         """The command that trains with `frugal`."""
         fraction = self.options.memory_fraction
-        return command_of(self.frugal, self.call, self.cluster, memory_fraction=fraction)
+        settings: Any = dict(run=self.run, memory_fraction=fraction)
+        return command_of(self.frugal, self.call, self.cluster, **settings)
 
     @property
     def advice(self) -> list[str]:
@@ -103,7 +106,7 @@ class Plan:
         if self.alone is not None:
             found.append(
                 "So many GPUs are of no use here: one with enough memory would take "
-                f"{show_seconds(self.alone)} a step. Give a larger --seq-len or --batch."
+                f"{show_seconds(self.alone)} a step. Give a larger --seq-len or --batch-size."
             )
         if self.frugal.memory_bytes < self.winner.memory_bytes:
             slower = self.frugal.seconds / self.winner.seconds - 1
@@ -119,7 +122,7 @@ class Plan:
             found.append(
                 f"A step waits {show_seconds(waits)} of {show_seconds(self.frugal.seconds)} for "
                 "the weights and gradients of ZeRO, whatever the number of sequences: try a larger "
-                f"--batch. The plan does not search {_unsearched(self.frugal, self.cluster)}."
+                f"--batch-size. The plan does not search {_unsearched(self.frugal, self.cluster)}."
             )
         return found
 
@@ -136,6 +139,7 @@ class Plan:
         return {
             "cluster": cluster,
             "model": asdict(self.call.model),
+            "run": list(self.run),
             "options": asdict(self.options),
             "seq_len": self.call.seq_len,
             "batch": self.call.batch,
@@ -207,7 +211,7 @@ class Plan:
         lines = [self.reason, *self.advice]
         if self.documents is not None:
             lines.append(self.documents.comparison)
-        lines += ["", self.command, *remarks(self.call, self.cluster)]
+        lines += ["", self.command, *remarks(self.run, self.cluster)]
         return [*lines, "", columns]
 
 
@@ -309,7 +313,7 @@ _NEEDS = {
 
 def _why_illegal(candidates: Candidates, name: str) -> str:
     """Why there is no candidate of a known scheme without tensor parallelism."""
-    flags = "".join(f" --{role} {size}" for role, size in candidates.options.degrees.items())
+    flags = "".join(f" --mesh.{role} {size}" for role, size in candidates.options.degrees.items())
     # One GPU has nothing to share, whatever its heads.
     needs = _NEEDS[name] if candidates.cluster.num_gpus > 1 else _SEVERAL
     return f"it needs {needs}{f', beside{flags}' if flags else ''}"
@@ -342,7 +346,8 @@ def plan(
     nodes: int,
     gpus_per_node: int,
     gpu: str | Gpu,
-    model: str | ModelSizes,
+    model: ModelSizes,
+    run: Sequence[str] = (OWN,),
     port: str | None = None,
     ports: int | None = None,
     inside: str | None = None,
@@ -353,16 +358,15 @@ def plan(
     lengths: str | None = None,
     options: Search | None = None,
     top: int = 8,
-    allow_unknown: bool = False,
 ) -> Plan:
     """Ranks every legal setting of a cluster by the time of a training step, under its memory.
 
     Args:
         nodes: number of nodes.
         gpus_per_node: number of GPUs in each node.
-        gpu: name of a GPU, or a `startrail_jax.planner.hardware.Gpu` with your own figures.
-        model: name of a model, path of a config.json of Hugging Face, or a
-            `startrail_jax.planner.models.ModelSizes`.
+        gpu: name of a GPU, or a `trainer.planner.hardware.Gpu` with your own figures.
+        model: the sizes of the model, such as those of a recipe: see `plan_run` of plan.py.
+        run: the words that name the model to `train.py`, and flags that it is planned with.
         port: rate of one network port of a node in each direction, with its unit: "50GB/s" (bytes)
             or "400Gb/s" (bits). It may be left out for a single node.
         ports: number of ports of a node, shared evenly by its GPUs; None for one port per GPU.
@@ -370,14 +374,12 @@ def plan(
         half_duplex: whether sending and receiving share the rate of a port.
         latency: time of a message through a port, such as "10us"; None for that of NCCL.
         seq_len: tokens in a sequence, as a number or as "512K"; None for that of the model.
-        batch: sequences in a batch, over all devices; None for that of the recipe, or 1.
+        batch: sequences in a batch, over all devices; None for that of the model.
         lengths: tokens of the documents that fill the sequences, as the path of a text file with a
             number on each line or as "lognormal:MEDIAN,MEAN"; None for one document in each
             sequence.
         options: the settings to search; None for all.
         top: number of settings to rank.
-        allow_unknown: whether to plan a config.json of unknown architecture as a decoder with
-            attention and a gated MLP in every layer; the plan then says so.
 
     Returns:
         The plan. `print` shows it; `winner` and `command` say what to do.
@@ -405,9 +407,9 @@ def plan(
     )
     if latency is not None:
         cluster = replace(cluster, latency=parse_seconds(latency, "--latency"))
-    sizes = find_model(model, allow_unknown=allow_unknown) if isinstance(model, str) else model
-    call = call_of(sizes, seq_len, batch)
-    return plan_of(cluster, call, options or Search(), lengths=lengths, top=as_count(top, "--top"))
+    call = call_of(model, seq_len, batch)
+    top = as_count(top, "--top")
+    return plan_of(cluster, call, options or Search(), run=run, lengths=lengths, top=top)
 
 
 def _frugal(found: Candidates, mask: np.ndarray, winner: Prediction) -> Prediction:
@@ -428,16 +430,22 @@ def call_of(
     length = sizes.seq_len if seq_len is None else as_count(seq_len, "--seq-len")
     if length is None:
         raise InputError(
-            f"--seq-len must be given for --model {sizes.name}, which has none of its own. Write "
-            "for example --seq-len 512K."
+            f"--seq-len must be given for {sizes.name}, which has none of its own. Write for "
+            "example --seq-len 512K."
         )
-    count = as_count(sizes.batch if batch is None else batch, "--batch")
+    count = as_count(sizes.batch if batch is None else batch, "--batch-size")
     check_model(sizes, length, count)
     return Call(model=sizes, seq_len=length, batch=count)
 
 
 def plan_of(
-    cluster: Cluster, call: Call, options: Search, *, lengths: str | None = None, top: int = 8
+    cluster: Cluster,
+    call: Call,
+    options: Search,
+    *,
+    run: Sequence[str] = (OWN,),
+    lengths: str | None = None,
+    top: int = 8,
 ) -> Plan:
     """The plan of a cluster and a call: see `plan`."""
     check_options(options)
@@ -446,7 +454,7 @@ def plan_of(
         if not call.causal:
             raise InputError(
                 "--lengths are those of documents of text, in causal attention; got --lengths "
-                f"{lengths} and --model {call.model.name}. Leave it out."
+                f"{lengths} for {call.model.name}. Leave it out."
             )
         pieces = cut(read_lengths(lengths), call.seq_len)
         call = replace(call, visible=visible_shares(pieces, call.seq_len, call.batch))
@@ -466,6 +474,7 @@ def plan_of(
         cluster=cluster,
         call=call,
         options=options,
+        run=tuple(run),
         ranked=tuple(ranked),
         baselines=baselines,
         illegal={name: _why_illegal(found, name) for name in known if name not in baselines},

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.linear.sizes import LayerSizes
-from startrail_jax.planner.models import DISPATCHES, ModelSizes
-from startrail_jax.planner.quantities import GIB
+from trainer.planner.models import DISPATCHES, ModelSizes
+from trainer.planner.quantities import GIB
 
 FLOAT32 = 4
 """Bytes of a number."""

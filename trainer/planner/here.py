@@ -26,9 +26,9 @@ from startrail_jax.device_mesh import make_mesh
 from startrail_jax.devices.degrees import Axis, Degrees
 from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
-from startrail_jax.planner.hardware import GPUS, Cluster, Gpu
-from startrail_jax.planner.timing import BACKWARD_FLOPS
 from startrail_jax.rings.collectives import gather, permute
+from trainer.planner.hardware import GPUS, Cluster, Gpu
+from trainer.planner.timing import BACKWARD_FLOPS
 
 SMALL = 1 << 10
 """Bytes of the message by which latency is measured."""

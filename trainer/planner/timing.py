@@ -19,15 +19,15 @@ import numpy as np
 
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES, Axis, Degrees
 from startrail_jax.masks import Window
-from startrail_jax.planner.grid import Call, Settings, number_of
-from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.links import Cost, Links, Move
 from startrail_jax.rings.options import Options
 from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import plan_sparse
 from startrail_jax.rings.transfers import Steps, Transfer
 from startrail_jax.tokens.layout import Layout
+from trainer.planner.grid import Call, Settings, number_of
+from trainer.planner.hardware import Cluster
+from trainer.planner.links import Cost, Links, Move
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass of attention over those of the forward pass: it has five matrix

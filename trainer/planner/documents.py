@@ -17,10 +17,10 @@ import numpy as np
 
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
-from startrail_jax.planner.grid import all_settings
-from startrail_jax.planner.quantities import parse_count
-from startrail_jax.planner.search import Candidates, Prediction
 from startrail_jax.tokens.documents import DocumentCost, PartStream, PartSummary, summary
+from trainer.planner.grid import all_settings
+from trainer.planner.quantities import parse_count
+from trainer.planner.search import Candidates, Prediction
 
 _DRAWN = 10_000
 """Documents that are drawn from a distribution, or from a data set."""

@@ -12,12 +12,12 @@ import numpy as np
 
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import InputError
-from startrail_jax.planner.grid import ORDERS, Call, Settings, all_settings, number_of
-from startrail_jax.planner.hardware import Cluster
-from startrail_jax.planner.quantities import show_count
-from startrail_jax.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of
-from startrail_jax.planner.timing import Timing
 from startrail_jax.rings.options import GradientDtype, Options
+from trainer.planner.grid import ORDERS, Call, Settings, all_settings, number_of
+from trainer.planner.hardware import Cluster
+from trainer.planner.quantities import show_count
+from trainer.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of
+from trainer.planner.timing import Timing
 
 REMAT = ("products_saved", "projections_saved", "attention_saved", "full")
 """What the backward pass of a layer may recompute, most memory first. "none" reads from memory what
@@ -318,16 +318,17 @@ def no_setting(cluster: Cluster, call: Call, options: Search) -> InputError:
             "Change or leave out one of them."
         )
     return InputError(
-        "No legal setting: data must divide --batch, head * tensor the heads, and the key heads or "
-        "the other way round, and tensor the width of the MLP and the tokens of a GPU; got "
-        f"--seq-len {show_count(call.seq_len)}, --batch {call.batch}, {model.heads} heads, "
+        "No legal setting: data must divide --batch-size, head * tensor the heads, and the key "
+        "heads or the other way round, and tensor the width of the MLP and the tokens of a GPU; "
+        "got "
+        f"--seq-len {show_count(call.seq_len)}, --batch-size {call.batch}, {model.heads} heads, "
         f"{model.kv_heads} key heads and an MLP of {model.mlp_width} for {cluster.num_gpus} GPUs"
         f"{f' with {given}' if given else ''}. Change or leave out a degree."
     )
 
 
 def _flags_of(degrees: Mapping[str, int]) -> str:
-    return " ".join(f"--{role} {size}" for role, size in degrees.items())
+    return " ".join(f"--mesh.{role} {size}" for role, size in degrees.items())
 
 
 def _no_savings(options: Search) -> InputError:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.patterns import shortest
-from startrail_jax.planner.models import MODELS, LinearSizes, ModelSizes, MoESizes, is_size
+from trainer.planner.models import LinearSizes, ModelSizes, MoESizes, is_size
 
 # Size -> its name in a config.json of Hugging Face.
 _HUGGING_FACE = {
@@ -99,36 +99,31 @@ _IDLE = re.compile(
 """Keys of a config.json that change neither the number of weights nor what layers attend to."""
 
 
-def find_model(name: str, *, allow_unknown: bool = False) -> ModelSizes:
-    """The model of a name in `MODELS`, or of a config.json of Hugging Face, or of its folder.
+@dataclass(frozen=True, kw_only=True)
+class FileModel:
+    """The model of a config.json of Hugging Face."""
+
+    sizes: ModelSizes
+    run: tuple[str, ...]
+    """Words that name the model to `train.py`; none for a model that it does not take."""
+
+
+def is_file_model(name: str) -> bool:
+    """True for a config.json, or a folder with one, that is not the config of a run."""
+    path = _file_of(name)
+    return path.suffix == ".json" and path.is_file() and not _is_run(_settings_of(path))
+
+
+def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
+    """The model of a config.json of Hugging Face, or of its folder.
 
     Args:
-        name: the name or the path.
+        name: the path.
         allow_unknown: whether a file of another architecture is taken for a decoder with attention
             and a gated MLP in every layer.
     """
-    if name in MODELS:
-        return MODELS[name]
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix != ".json" or not path.is_file():
-        raise InputError(
-            f"--model must be one of {', '.join(MODELS)}, or a config.json of Hugging Face; got "
-            f"{name!r}. Correct it, or leave it out and give the sizes: --width, --layers, "
-            "--heads, --kv-heads, --head-dim, --mlp-width and --outputs."
-        )
-    try:
-        settings = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InputError(f"--model {name}: the file is no JSON: {error}. Give another.") from None
-    if not isinstance(settings, dict):
-        raise InputError(f"--model {name}: the file holds no settings. Give another.")
-    if isinstance(settings.get("model"), dict):
-        raise InputError(
-            f"--model {name}: the file is that of a run. Use train.py {name} --plan show, or give "
-            "the sizes: --width, --layers, --heads and so on."
-        )
+    path = _file_of(name)
+    settings = _settings_of(path)
     # Models of text and images have the decoder in a part of their own.
     decoder = settings.get("text_config") or settings
     _require(isinstance(decoder, dict), name, "text_config", "the settings of a model", decoder)
@@ -139,9 +134,31 @@ def find_model(name: str, *, allow_unknown: bool = False) -> ModelSizes:
     outer = {x: settings[x] for x in ("tie_word_embeddings", "architectures") if x in settings}
     model = _of_hugging_face({**outer, **decoder}, str(path), allow_unknown=allow_unknown)
     is_read = decoder is settings or of_images
-    if is_read and path.name == "config.json" and _type_of(decoder) in PRETRAINED:
-        return replace(model, pretrained=str(path.parent), text_only=of_images)
-    return model
+    if not (is_read and path.name == "config.json" and _type_of(decoder) in PRETRAINED):
+        return FileModel(sizes=model, run=())
+    run = ("--init-from", str(path.parent), *(["--init-text-only"] if of_images else []))
+    return FileModel(sizes=model, run=run)
+
+
+def _file_of(name: str) -> Path:
+    path = Path(name)
+    return path / "config.json" if path.is_dir() else path
+
+
+def _settings_of(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path} must hold JSON; got {error}. Give another file.") from None
+    if not isinstance(settings, dict):
+        raise InputError(
+            f"{path} must hold an object; got {type(settings).__name__}. Give another."
+        )
+    return settings
+
+
+def _is_run(settings: Mapping[str, Any]) -> bool:
+    return isinstance(settings.get("model"), dict)
 
 
 def _of_hugging_face(settings: Mapping[str, Any], name: str, *, allow_unknown: bool) -> ModelSizes:
@@ -158,9 +175,9 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str, *, allow_unknown: b
     experts = next((key for key in _EXPERTS if settings.get(key)), None)
     if experts and "num_experts_per_tok" not in known:
         raise UnsupportedError(
-            f"--model {name}: experts are planned for models of {', '.join(_of_experts())}; got "
-            f"model_type={_type_of(settings)} with {experts}={settings[experts]}. Give the sizes "
-            "of a dense model instead."
+            f"{name}: experts are planned for models of {', '.join(_of_experts())}; got "
+            f"model_type={_type_of(settings)} with {experts}={settings[experts]}. Plan a recipe "
+            "with such layers instead."
         )
     if "shared_expert_intermediate_size" in known and "moe_intermediate_size" in settings:
         settings.setdefault("intermediate_size", settings["moe_intermediate_size"])
@@ -168,8 +185,8 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str, *, allow_unknown: b
     missing = [key for key in needed if key not in settings]
     if missing:
         raise InputError(
-            f"--model {name}: the file must describe a transformer; it has no {missing[0]!r}. Give "
-            "the sizes by flags instead: --width, --layers, --heads and so on."
+            f"{name}: the file must describe a transformer; it has no {missing[0]!r}. Plan "
+            "a recipe with its sizes instead: --model.width, --model.layers and so on."
         )
     _require_sizes(settings, needed, name)
     given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
@@ -199,10 +216,10 @@ def _of_experts() -> list[str]:
 def _unknown(settings: Mapping[str, Any], name: str) -> UnsupportedError:
     """The error of an architecture whose layers may be others than those that are counted."""
     return UnsupportedError(
-        f"--model {name}: the architecture must be one whose layers the planner can count: see "
-        f"docs/planner.md; got {_named(settings)}{_uncounted(settings, ', with {}')}. Give sizes "
-        "by flags (--width, --layers, --heads and so on), or use --allow-unknown, which assumes "
-        "attention and a gated MLP in every layer."
+        f"{name}: the architecture must be one whose layers the planner can count: see "
+        f"docs/planner.md; got {_named(settings)}{_uncounted(settings, ', with {}')}. Plan a "
+        "recipe with its sizes (--model.width, --model.layers and so on), or use --allow-unknown, "
+        "which assumes attention and a gated MLP in every layer."
     )
 
 
@@ -334,7 +351,7 @@ def _check_types(types: Iterable[Any], known: tuple[str, str], name: str) -> Non
 
 def _require(holds: bool, name: str, key: str, wanted: str, got: Any) -> None:
     if not holds:
-        raise InputError(f"--model {name}: {key} must be {wanted}; got {got!r}. Correct the file.")
+        raise InputError(f"{name}: {key} must be {wanted}; got {got!r}. Correct the file.")
 
 
 def _require_sizes(

@@ -1,16 +1,16 @@
-"""The models that the planner knows by name, and those that a config.json or flags describe."""
+"""Sizes of a model: the weights, products and FLOPs on which predictions depend."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from startrail_jax.errors import InputError
-from startrail_jax.planner.quantities import LARGEST_SIZE
 from startrail_jax.tokens.documents import DocumentCost
+from trainer.planner.quantities import LARGEST_SIZE
 
 DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
 """Settings that all diffusion transformers of `train.py` share."""
@@ -172,7 +172,7 @@ class ModelSizes:
     """The sizes of a transformer on which time and memory depend."""
 
     name: str
-    """Name in `MODELS`, or path of a config.json."""
+    """Name for texts: that of the recipe, or the path of a config.json."""
     kind: str = "gpt"
     """"gpt"; "dit" or "wan", diffusion transformers; or that of another task of `train.py`."""
     causal: bool = True
@@ -249,11 +249,6 @@ class ModelSizes:
     """What is not trained of a model without adapters; None if all is trained."""
     average: bool = False
     """True if a moving average of the weights is kept."""
-    text_only: bool = False
-    """True if the folder `pretrained` holds a model of images and text; this model is a part of
-    it."""
-    pretrained: str | None = None
-    """Folder from which `train.py --init-from` takes this model; None for others."""
     assumed: str | None = None
     """A sentence: the assumptions about a config.json of unknown architecture."""
 
@@ -264,14 +259,13 @@ class ModelSizes:
         for name in (*sizes, *optional):
             number = getattr(self, name)
             if not is_size(number):
-                flag = "--" + name.replace("_", "-")
                 raise InputError(
-                    f"{flag} must be a whole number of at least 1; got {number!r} {named}. Correct "
+                    f"{name} must be a whole number of at least 1; got {number!r} {named}. Correct "
                     "it."
                 )
         if not self.windows or not all(x is None or is_size(x) for x in self.windows):
             raise InputError(
-                "--windows must be one or more whole numbers of at least 1, or `none` for layers "
+                "windows must be one or more whole numbers of at least 1, or `none` for layers "
                 f"without a window; got {self.windows!r} {named}. Correct it."
             )
         mixers = {"attention"} if self.linear is None else {"attention", "linear"}
@@ -288,9 +282,8 @@ class ModelSizes:
             )
         if len(self.windows) > self.layers:
             raise InputError(
-                "--windows must have no more entries than the model has layers; got "
-                f"windows={self.windows}, layers={self.layers} {named}. Leave the last ones out, "
-                "or give more --layers."
+                "windows must have no more entries than the model has layers; got "
+                f"windows={self.windows}, layers={self.layers} {named}. Leave the last ones out."
             )
         given = {name: getattr(self, name) for name in DIT}
         if self.kind in ("dit", "wan") and given != DIT | {"kind": self.kind}:
@@ -301,24 +294,25 @@ class ModelSizes:
         windowed = self.takes_values and set(self.windows) != {None}
         if windowed or (self.kind == "dit" and self.qk_norm):
             raise InputError(
-                "--windows and --qk-norm are options of a GPT; got "
+                "windows and qk_norm are options of a GPT; got "
                 f"windows={self.windows}, qk_norm={self.qk_norm} {named}, a diffusion transformer. "
                 "Leave them out."
             )
         if self.lora_rank and (self.kind == "dit" or not is_size(self.lora_rank)):
             raise InputError(
-                "--lora-rank must be a whole number of at least 1, and belongs to no DiT; got "
-                f"--lora-rank {self.lora_rank} {named}. Leave it out."
+                "lora_rank must be a whole number of at least 1, and belongs to no DiT; got "
+                f"lora_rank={self.lora_rank} {named}. Leave it out."
             )
         if self.kind == "gpt" and self.head_dim % 2:
             raise InputError(
-                f"--head-dim must be even, for rotary positions; got --head-dim {self.head_dim} "
+                f"head_dim must be even, for rotary positions; got head_dim={self.head_dim} "
                 f"{named}. Use {self.head_dim + 1}."
             )
         if self.heads % self.kv_heads:
             raise InputError(
-                "--kv-heads must divide --heads; got "
-                f"--kv-heads {self.kv_heads}, --heads {self.heads}. Use a divisor of {self.heads}."
+                "kv_heads must divide heads; got "
+                f"kv_heads={self.kv_heads}, heads={self.heads} {named}. Use a divisor of "
+                f"{self.heads}."
             )
 
     @property
@@ -606,83 +600,11 @@ def is_size(number: Any) -> bool:
     return type(number) is int and number >= 1
 
 
-def _named(name: str, *sizes: int, **others: Any) -> ModelSizes:
-    """A model of width, layers, heads, key heads, channels of a head, MLP and outputs."""
-    names = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs")
-    return ModelSizes(name=name, **dict(zip(names, sizes, strict=True)), **others)
-
-
-_PAPER: dict[str, Any] = {"seq_len": 524_288}
-_WAN: dict[str, Any] = DIT | {
-    **{"kind": "wan", "mlp_matrices": 2, "qk_norm": True, "batch": 8},
-    **{"text_tokens": 512, "text_dim": 4096},
-}
-# StarTrail, https://arxiv.org/abs/2407.00611, table 2, as in configs/; Llama 3,
-# https://arxiv.org/abs/2407.21783, table 3; Wan,
-# https://arxiv.org/abs/2503.20314; Qwen3, https://arxiv.org/abs/2505.09388, and the
-# config.json of Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B and Qwen/Qwen3.5-9B; gpt-oss,
-# https://arxiv.org/abs/2508.10925.
-_GIVEN = (
-    _named(
-        "gpt_3b", 4096, 16, 32, 32, 128, 16_384, 50_304, mlp_matrices=2, tied_head=True, **_PAPER,
-    ),
-    _named("gpt_7b", 4096, 32, 32, 32, 128, 11_008, 32_000, **_PAPER),
-    _named(
-        "dit_1b", 1536, 24, 24, 24, 64, 6144, 64, mlp_matrices=2, classes=1000, average=True,
-        **DIT, **_PAPER,
-    ),
-    _named("wan_1_3b", 1536, 30, 12, 12, 128, 8960, 64, seq_len=32_760, **_WAN),
-    _named("wan_14b", 5120, 40, 40, 40, 128, 13_824, 64, seq_len=75_600, **_WAN),
-    _named("llama3_8b", 4096, 32, 32, 8, 128, 14_336, 128_256),
-    _named("llama3_70b", 8192, 80, 64, 8, 128, 28_672, 128_256),
-    _named("qwen3_8b", 4096, 36, 32, 8, 128, 12_288, 151_936, qk_norm=True),
-    _named(
-        "qwen3_30b_a3b", 2048, 48, 32, 4, 128, 768, 151_936, qk_norm=True,
-        feed_forwards=("experts",), experts=MoESizes(count=128, top_k=8, width=768),
-    ),
-    _named(
-        "gpt_oss_20b", 2880, 24, 64, 8, 64, 2880, 201_088, windows=(128, None),
-        feed_forwards=("experts",), experts=MoESizes(count=32, top_k=4, width=2880, biases=True),
-    ),
-    _named(
-        "qwen3_5_9b", 4096, 32, 16, 4, 256, 12_288, 248_320, qk_norm=True, attention_gate=True,
-        mixers=("linear", "linear", "linear", "attention"),
-        linear=LinearSizes(heads=32, key_heads=16, key_dim=128, value_dim=128),
-    ),
-)  # fmt: skip
-LONG = {
-    **{f"{x}_1m": (x, 2**20) for x in ("llama3_8b", "qwen3_8b", "qwen3_30b_a3b", "qwen3_5_9b")},
-    "gpt_oss_20b_128k": ("gpt_oss_20b", 2**17),
-}
-"""Recipes of `train.py` that are called by their length -> model, and tokens in a sequence."""
-MODELS = {model.name: model for model in _GIVEN}
-"""The models that have a name."""
-MODELS |= {x: replace(MODELS[model], name=x, seq_len=n) for x, (model, n) in LONG.items()}
-
-FRAME = 128 * 128
-"""Tokens of a frame of the recipe dit_1b."""
-
-
 def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:
-    """Raises unless `train.py` has such a model, with sequences of this length.
-
-    Raises:
-        ValueError: if a diffusion transformer has other sizes or tokens than its recipe, or the
-            numbers are too large to count bytes.
-    """
+    """Raises unless a model and its batch are small enough to count their bytes."""
     widest = max(model.width + model.mlp_width, model.heads * model.head_dim, model.outputs)
     if model.layers * widest * seq_len * batch > LARGEST_SIZE // 64 or model.elements > 2**50:
         raise InputError(
             "A model and its batch must be small enough to count their bytes; got "
-            f"{model.elements:.3g} weights, --seq-len {seq_len} and --batch {batch}. Use less."
-        )
-    if not model.takes_values:
-        return
-    own = MODELS.get(model.name)
-    is_length = seq_len == model.seq_len or (model.kind == "dit" and seq_len % FRAME == 0)
-    if own != replace(model, lora_rank=0) or not is_length:
-        raise InputError(
-            "The sizes and --seq-len of a diffusion transformer are those of a recipe (of dit_1b, "
-            f"any multiple of {FRAME} tokens); got others for --model {model.name}, with --seq-len "
-            f"{seq_len}. Leave them out, or plan the run itself: train.py --plan show."
+            f"{model.elements:.3g} weights, --seq-len {seq_len} and --batch-size {batch}. Use less."
         )
