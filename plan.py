@@ -29,7 +29,9 @@ from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UserError
 from train import read_command_line
 from trainer.command_line import flag_of
-from trainer.config import TrainConfig
+from trainer.config import (
+    TrainConfig,
+)
 from trainer.printable import printable, say
 from trainer.tasks import TASKS
 

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from trainer.config import OptimizerConfig
+from trainer.config import (
+    OptimizerConfig,
+)
 from trainer.dit.config import DiffusionConfig, DiTConfig, DiTTrainConfig
 
 

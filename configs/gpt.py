@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import AttentionConfig, OptimizerConfig
+from models.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
+from trainer.config import (
+    AttentionConfig,
+    OptimizerConfig,
+)
 from trainer.gpt.config import (
     DataConfig,
-    ExpertsConfig,
-    GPTConfig,
     GPTTrainConfig,
-    LinearConfig,
-    RopeConfig,
     TextSampleConfig,
 )
 

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from trainer.config import OptimizerConfig
+from trainer.config import (
+    OptimizerConfig,
+)
 from trainer.dit.wan.config import FlowConfig, WanConfig, WanTrainConfig
 
 

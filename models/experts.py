@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from models.config import ExpertsConfig
 from models.layers import MLP
 from models.linear import linear, project, project_adapted
 from startrail_jax.xla.varying import vary, varying_axes
@@ -61,40 +61,6 @@ class Route(NamedTuple):
     """Tokens of the busiest expert, over the mean of all experts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """Sizes and options of a layer of experts."""
-
-    count: int
-    """Number of experts."""
-    top_k: int
-    """Number of experts of each token."""
-    width: int
-    """Channels between the projections of an expert."""
-    shared_width: int = 0
-    """Channels between the projections of the shared expert of all tokens; 0 for none."""
-    shared_gate: bool = False
-    """True if the sigmoid of a projection multiplies the output of the shared expert."""
-    activation: Literal["swiglu", "clamped"] = "swiglu"
-    """silu(gate) * up, or that of gpt-oss."""
-    biases: bool = False
-    """True if router and experts have biases."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Function from the logits of the router to the shares of all experts."""
-    normalised: bool = True
-    """True if the shares of the chosen experts are divided by their sum."""
-    balance_loss: float = 0.0
-    """Factor of the balancing loss."""
-    balance_over: Literal["layer", "model"] = "layer"
-    """With "layer", each layer has a balancing loss. With "model", the caller adds one for the
-    model, from the means of `Route.balance` over its layers."""
-    z_loss: float = 0.0
-    """Factor of the mean square of the log-sum-exp of the logits."""
-    balanced_by_bias: bool = False
-    """True if a bias of each expert, whose gradient is its load over the mean, is added to the
-    scores by which experts are chosen, and to no share."""
-
-
 class ExpertLinear(nnx.Module):
     """A projection of each expert, to which `models.lora` may add adapters."""
 
@@ -114,19 +80,20 @@ class Experts(nnx.Module):
     """sum_i share_i expert_i(x) over the chosen experts, and the shared expert of all tokens."""
 
     def __init__(
-        self, sizes: ExpertSizes, *, width: int, out_gain: float, dtype: Any, rngs: nnx.Rngs
+        self, config: ExpertsConfig, *, width: int, out_gain: float, dtype: Any, rngs: nnx.Rngs
     ) -> None:
         """Builds the router, float32, and the projections of all experts, [experts, ...].
 
         Args:
-            sizes: of the layer.
+            config: sizes and options of the layer, the width of an expert among them.
             width: channels of inputs and outputs.
             out_gain: standard deviation of the outputs of an expert for inputs of variance 1.
             dtype: type of activations and matrix products.
             rngs: source of the initial weights.
         """
-        self.sizes = sizes
-        count, hidden, shared = sizes.count, sizes.width, sizes.shared_width
+        self.config = config
+        hidden: Any = config.width
+        count, shared = config.count, config.shared_width
         made = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
         down = nnx.initializers.variance_scaling(out_gain**2, "fan_in", "normal", batch_axis=0)
 
@@ -138,14 +105,14 @@ class Experts(nnx.Module):
         self.expert_up = ExpertLinear(weight(made, width, hidden)[...])
         self.expert_down = ExpertLinear(weight(down, hidden, width)[...])
         zeros = functools.partial(weight, nnx.initializers.zeros)
-        self.choice_bias = nnx.Param(jnp.zeros(count)) if sizes.balanced_by_bias else None
-        self.router_bias = nnx.Param(jnp.zeros(count)) if sizes.biases else None
-        self.expert_gate_bias = zeros(hidden) if sizes.biases else None
-        self.expert_up_bias = zeros(hidden) if sizes.biases else None
-        self.expert_down_bias = zeros(width) if sizes.biases else None
+        self.choice_bias = nnx.Param(jnp.zeros(count)) if config.balance_rate else None
+        self.router_bias = nnx.Param(jnp.zeros(count)) if config.biases else None
+        self.expert_gate_bias = zeros(hidden) if config.biases else None
+        self.expert_up_bias = zeros(hidden) if config.biases else None
+        self.expert_down_bias = zeros(width) if config.biases else None
         common: dict[str, Any] = dict(width=width, dtype=dtype, rngs=rngs)
         self.shared = MLP("swiglu", hidden=shared, out_gain=out_gain, **common) if shared else None
-        self.shared_gate = linear(width, 1, dtype=dtype, rngs=rngs) if sizes.shared_gate else None
+        self.shared_gate = linear(width, 1, dtype=dtype, rngs=rngs) if config.shared_gate else None
 
     def route(
         self,
@@ -166,35 +133,35 @@ class Experts(nnx.Module):
                             precision="highest")  # fmt: skip
         if self.router_bias is not None:
             logits = logits + self.router_bias[...][None, None]
-        if self.sizes.scores == "softmax":
+        if self.config.scores == "softmax":
             scores, logarithms = jax.nn.softmax(logits), logits
         else:
             scores, logarithms = jax.nn.sigmoid(logits), jax.nn.log_sigmoid(logits)
         order = logits if self.choice_bias is None else scores + self.choice_bias[...][None, None]
-        chosen = lax.top_k(order, self.sizes.top_k)[1]
-        if self.sizes.normalised:
+        chosen = lax.top_k(order, self.config.top_k)[1]
+        if self.config.normalised:
             # By their logarithms: all scores of a token may be too small for float32.
             shares = jax.nn.softmax(jnp.take_along_axis(logarithms, chosen, axis=-1))
         else:
             shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if token_weights is None:
             token_weights = jnp.ones(x.shape[:2], jnp.float32)
-        counts = jnp.zeros(self.sizes.count).at[chosen].add(token_weights[..., None])
+        counts = jnp.zeros(self.config.count).at[chosen].add(token_weights[..., None])
         sums = total(jnp.append(counts, jnp.sum(token_weights)))
         # Tokens of each expert, for each token of the batch.
         load = lax.stop_gradient(sums[:-1] / jnp.maximum(sums[-1], 1e-30))
         probabilities = jax.nn.softmax(logarithms)
-        of_layer = self.sizes.balance_loss if self.sizes.balance_over == "layer" else 0.0
-        auxiliary = of_layer * self.sizes.count * (probabilities @ load)
+        of_layer = self.config.balance_loss if self.config.balance_over == "layer" else 0.0
+        auxiliary = of_layer * self.config.count * (probabilities @ load)
         weight = jnp.maximum(jnp.sum(token_weights), 1e-30)
         balance = Balance(load, jnp.einsum("bt,bte->e", token_weights, probabilities) / weight)
-        if self.sizes.z_loss:
-            auxiliary += self.sizes.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
+        if self.config.z_loss:
+            auxiliary += self.config.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
         if self.choice_bias is not None:
             # Value 0; its gradient is the expert's excess load.
             bias = self.choice_bias[...] - lax.stop_gradient(self.choice_bias[...])
             auxiliary += bias @ (load - jnp.mean(load))
-        busiest = jnp.max(load) * self.sizes.count / self.sizes.top_k
+        busiest = jnp.max(load) * self.config.count / self.config.top_k
         return Route(chosen, shares, auxiliary, balance, busiest)
 
     def __call__(
@@ -215,7 +182,7 @@ class Experts(nnx.Module):
             axes: `Hooks.expert_axes`.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        to, by = (y.reshape(-1, self.sizes.top_k) for y in (chosen, shares))
+        to, by = (y.reshape(-1, self.config.top_k) for y in (chosen, shares))
         projections = {"gate": self.expert_gate, "up": self.expert_up, "down": self.expert_down}
         weights: dict[str, Array] = {}
         for name, projection in projections.items():
@@ -226,7 +193,7 @@ class Experts(nnx.Module):
                 "up_bias": self.expert_up_bias[...],
             }
         scales = tuple((name, x.scale) for name, x in projections.items())
-        expert = functools.partial(_expert, self.sizes.activation, scales)
+        expert = functools.partial(_expert, self.config.activation, scales)
         given = (weights, copy(tokens), to, copy(by))
         out: Any = by_dispatch(expert, axes, *given) if axes else by_group(expert, *given)
         # Sums over devices, too, are of float32 numbers.
@@ -234,7 +201,7 @@ class Experts(nnx.Module):
         if self.expert_down_bias is not None:
             # As a product, which is smaller than the biases of all choices.
             places = jnp.arange(len(to))[:, None], to
-            each = jnp.zeros((len(tokens), self.sizes.count)).at[places].add(by)
+            each = jnp.zeros((len(tokens), self.config.count)).at[places].add(by)
             out += jnp.matmul(each, self.expert_down_bias[...], precision="highest")
         out = out.reshape(x.shape)
         if self.shared is not None:

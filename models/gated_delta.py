@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -18,6 +17,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from models.config import LinearConfig
 from models.layers import projected
 from models.linear import linear
 
@@ -48,30 +48,12 @@ CachedLinearFn = Callable[
 splits it into query, key and value, and their linear attention is the output."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatedDeltaSizes:
-    """Sizes of a layer of linear attention."""
-
-    heads: int
-    """Heads of values, each of which has a state [key_dim, value_dim]."""
-    key_heads: int
-    """Heads of queries and keys, a divisor of `heads`."""
-    key_dim: int
-    value_dim: int
-    conv: int
-    """Tokens that the short convolution sees."""
-    largest_beta: float = 1.0
-    """Beta is this factor times a sigmoid; 2 allows states that change their sign."""
-    norm_eps: float = 1e-6
-    """Number that the norm of the outputs adds to the mean square."""
-
-
 class GatedDeltaNet(nnx.Module):
     """Projections, short convolution, decay, and gated norm around linear attention."""
 
     def __init__(
         self,
-        sizes: GatedDeltaSizes,
+        config: LinearConfig,
         *,
         width: int,
         linear_attention: Callable[[str], LinearAttentionFn],
@@ -79,7 +61,9 @@ class GatedDeltaNet(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
     ) -> None:
-        self.sizes, self.dtype = sizes, jnp.dtype(dtype)
+        """Takes a config with all sizes."""
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        sizes: Any = config
         self.linear_attention = linear_attention
         self.out_bias: nnx.Param | None = None
         """A bias of what the layer adds to the stream; none."""
@@ -128,7 +112,7 @@ class GatedDeltaNet(nnx.Module):
 
         decay = _in_float32(projected(self.decay(x))) + self.decay_bias[...][None, None]
         decay = -jnp.exp(self.decay_rate[...])[None, None] * jax.nn.softplus(decay)
-        beta = self.sizes.largest_beta * jax.nn.sigmoid(_in_float32(projected(self.beta(x))))
+        beta = self.config.largest_beta * jax.nn.sigmoid(_in_float32(projected(self.beta(x))))
         out, cache = attend(joined(inputs), joined(kernels), heads_of, decay, beta)
         gate = jax.nn.silu(_in_float32(projected(self.out_gate(x))))
         return self.out((self.out_norm(out) * gate).astype(self.dtype)), cache

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.attention import GPTAttention, Rotation
-from models.experts import Balance, Experts, ExpertSizes, Route
-from models.gated_delta import GatedDeltaNet, GatedDeltaSizes
+from models.config import ExpertsConfig, GPTConfig
+from models.experts import Balance, Experts, Route
+from models.gated_delta import GatedDeltaNet
 from models.hooks import Hooks
 from models.layers import (
     MLP,
@@ -51,7 +52,7 @@ from models.periods import (
     layer_of,
     stretches,
 )
-from models.rope import Rope
+from models.rope import Rope, ropes_of
 from startrail_jax.xla.varying import vary, varying_axes
 
 Mixer = GPTAttention | GatedDeltaNet
@@ -75,14 +76,14 @@ class Added(NamedTuple):
         auxiliary, probability = (vary(jnp.zeros(y), *axes) for y in (x.shape[:2], experts))
         return cls(auxiliary, Balance(jnp.zeros(experts), probability), jnp.zeros(()))
 
-    def of_layers(self, count: int, sizes: ExpertSizes) -> Added:
+    def of_layers(self, count: int, config: ExpertsConfig) -> Added:
         """Means over this many layers, from sums, with the balancing loss of the model if it has
         one: Switch's loss, equation (4), of the means, as in transformers. All tokens of a device
         get the same number, from the mean probabilities of the device."""
         load, probability = self.balance.load / count, self.balance.probability / count
         auxiliary = self.auxiliary
-        if sizes.balance_over == "model":
-            auxiliary += sizes.balance_loss * sizes.count * jnp.dot(load, probability)
+        if config.balance_over == "model":
+            auxiliary += config.balance_loss * config.count * jnp.dot(load, probability)
         return Added(auxiliary, Balance(load, probability), self.busiest / count)
 
 
@@ -94,36 +95,10 @@ class GPT(nnx.Module):
 
     def __init__(
         self,
+        config: GPTConfig,
         *,
-        vocab_size: int,
-        width: int,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        mlp_width: int,
         attention_fn: AttentionFn,
-        mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu",
-        tied_head: bool = False,
-        scaled_embedding: bool = False,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        qk_norm: bool = False,
-        qk_norm_over: Literal["head", "heads"] = "head",
-        sinks: bool = False,
-        norms: Norms = "before",
-        linear_norms: Norms | None = None,
-        norm_offset: bool = False,
-        norm_eps: float = 1e-6,
-        attention_gate: bool = False,
-        mixers: Sequence[Literal["attention", "linear"]] = ("attention",),
-        linear_sizes: GatedDeltaSizes | None = None,
-        feed_forwards: Sequence[Literal["mlp", "experts"]] = ("mlp",),
-        expert_sizes: ExpertSizes | None = None,
-        windows: Sequence[int | None] = (None,),
-        ropes: Sequence[Rope | None] | None = None,
-        output_softcap: float | None = None,
-        dtype: Any = jnp.float32,
+        windows: Sequence[int | None] | None = None,
         hooks: Hooks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -133,54 +108,26 @@ class GPT(nnx.Module):
         `linear_blocks`, and layers of experts in `expert_blocks` and `linear_expert_blocks`.
 
         Args:
-            vocab_size: number of token ids.
-            width: channels of the residual stream.
-            layers: number of blocks.
-            heads: query heads.
-            kv_heads: key and value heads, a divisor of `heads`.
-            head_dim: channels of a head, even; heads * head_dim need not be `width`.
-            mlp_width: hidden channels of the MLP.
+            config: sizes and options. What belongs to the attention itself is left to
+                `attention_fn`: soft cap, scale, and the window if all layers have the same.
             attention_fn: causal attention; called with `segment_ids` by keyword, and with
                 `local_window_size` and `sinks` where a layer has them.
-            mlp: "swiglu", "geglu" (three matrices) or "gelu" (two).
-            tied_head: whether the embedding is the output projection too.
-            scaled_embedding: whether embeddings are multiplied by the square root of `width`.
-            qkv_bias: whether the projections to queries, keys and values have a bias.
-            out_bias: whether the projection from attention has a bias.
-            qk_norm: whether queries and keys are normalised before they are rotated.
-            qk_norm_over: channels over which such a norm takes the mean: of each head, or of all
-                heads.
-            sinks: whether each head has a logit of its own in the denominator of its softmax.
-            norms: whether to normalise the inputs of attention and MLP, their outputs ("after"), or
-                both.
-            linear_norms: the same for layers of linear attention; None for `norms`.
-            norm_offset: whether a norm multiplies by 1 + its scale.
-            norm_eps: number added to the mean square in a norm.
-            attention_gate: whether a gate multiplies the outputs of attention.
-            mixers: "attention" or "linear" (a `GatedDeltaNet`) for each layer: layer i has entry i
-                modulo their number.
-            linear_sizes: sizes of the layers of linear attention, which `hooks` must have too.
-            feed_forwards: "mlp" or "experts" for each layer, likewise.
-            expert_sizes: sizes of the layers of experts.
-            windows: the number of keys that a query sees in each layer, its own included; None for
-                those that `attention_fn` shows. They repeat likewise, and count for layers with
-                attention alone.
-            ropes: rotary positions in each layer, likewise, of `head_dim` or fewer channels; None
-                for a layer without. None in place of all for unscaled ones of `head_dim`.
-            output_softcap: cap c of the logits, c * tanh(logits / c); None for none.
-            dtype: type of activations and matrix products; logits are float32 in any case.
+            windows: the number of keys that a query sees in each layer, its own included, in place
+                of those of the config: the list repeats. None for those that `attention_fn` shows.
             hooks: how the model runs; None runs it as it is written.
             rngs: source of the initial weights.
         """
-        self.dtype = jnp.dtype(dtype)
-        ropes = (Rope(head_dim=head_dim),) if ropes is None else ropes
-        kinds = kinds_of_layers(mixers, feed_forwards, windows, ropes, layers)
+        self.config, self.dtype = config, jnp.dtype(config.dtype)
+        width, dtype = config.width, self.dtype
+        if windows is None:
+            windows = (None,) if config.has_one_window else config.layer_windows
+        mixers, feeds = config.layer_mixers, config.layer_feed_forwards
+        kinds = kinds_of_layers(mixers, feeds, windows, ropes_of(config), config.layers)
         self.stretches = stretches(kinds)
-        self.embedding_scale = width**0.5 if scaled_embedding else None
-        self.output_softcap = output_softcap
+        self.embedding_scale = width**0.5 if config.scaled_embedding else None
         self.hooks = Hooks() if hooks is None else hooks
         self.embedding = nnx.Embed(
-            vocab_size,
+            config.vocab_size,
             width,
             embedding_init=nnx.initializers.normal(width**-0.5),
             rngs=rngs,
@@ -188,48 +135,48 @@ class GPT(nnx.Module):
 
         # Each block adds to the residual stream twice: with this gain the variance of the stream
         # does not grow with depth.
-        out_gain = (2 * layers) ** -0.5
-        norm = functools.partial(make_norm, epsilon=norm_eps, offset=norm_offset)
+        out_gain = (2 * config.layers) ** -0.5
+        options: Any = dict(epsilon=config.norm_eps, offset=config.norm_offset)
+        norm = functools.partial(make_norm, **options)
 
         def head_norm(heads: int, rngs: nnx.Rngs) -> nnx.RMSNorm | NormOverHeads | None:
-            if not qk_norm or qk_norm_over == "head":
-                return norm(head_dim, rngs=rngs) if qk_norm else None
+            if not config.qk_norm or config.qk_norm_over == "head":
+                return norm(config.head_dim, rngs=rngs) if config.qk_norm else None
             mean = self.hooks.mean_over_tensor
-            return NormOverHeads(heads, head_dim, epsilon=norm_eps, offset=norm_offset, mean=mean)
+            return NormOverHeads(heads, config.head_dim, **options, mean=mean)
 
         def make_mixer(part: str, rngs: nnx.Rngs) -> Mixer:
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
             if MIXERS[part] == "linear":
-                assert linear_sizes is not None, "layers of linear attention have sizes"
                 own = self.hooks.linear_attention
-                return GatedDeltaNet(linear_sizes, linear_attention=own, **common)
+                return GatedDeltaNet(config.linear_sizes, linear_attention=own, **common)
             return GPTAttention(
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
                 attention_fn=attention_fn,
-                bias=qkv_bias,
-                out_bias=out_bias,
+                bias=config.qkv_bias,
+                out_bias=config.out_bias,
                 make_norm=head_norm,
-                sinks=sinks,
-                gated=attention_gate,
+                sinks=config.sinks,
+                gated=config.attention_gate,
                 **common,
             )
 
         def make_feed_forward(part: str, rngs: nnx.Rngs) -> MLP | Experts:
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
             if part in _OF_EXPERTS:
-                assert expert_sizes is not None, "layers of experts have sizes"
-                return Experts(expert_sizes, **common)
-            return MLP(mlp, hidden=mlp_width, **common)
+                return Experts(config.expert_sizes, **common)
+            return MLP(config.mlp, hidden=config.mlp_width, **common)
 
         def make_block(part: str, rngs: nnx.Rngs) -> GPTBlock:
+            is_linear = MIXERS[part] == "linear"
             return GPTBlock(
                 attention=make_mixer(part, rngs),
                 mlp=make_feed_forward(part, rngs),
                 width=width,
                 make_norm=norm,
-                norms=(linear_norms or norms) if MIXERS[part] == "linear" else norms,
+                norms=(is_linear and config.linear.norms) or config.norms,
                 dtype=dtype,
                 hooks=self.hooks,
                 rngs=rngs,
@@ -240,11 +187,10 @@ class GPT(nnx.Module):
             stack = nnx.vmap(functools.partial(make_block, part), in_axes=0, out_axes=0)
             setattr(self, part, stack(rngs.split(count)))
         self.norm = norm(width, rngs=rngs)
-        self.expert_sizes = expert_sizes
         self.head = (
             None
-            if tied_head
-            else linear(width, vocab_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
+            if config.tied_head
+            else linear(width, config.vocab_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
         )
 
     def __call__(
@@ -310,8 +256,8 @@ class GPT(nnx.Module):
         rotations = self._rotations(positions)
         x, added = self._embed(tokens), None
         counts = [len(jax.tree.leaves(weights[x])[0]) for x in weights if x in _OF_EXPERTS]
-        if counts and self.expert_sizes is not None:
-            added = Added.none(x, self.expert_sizes.count)
+        if counts:
+            added = Added.none(x, self.config.experts.count)
         for stretch in self.stretches:
 
             def step(carry: Any, weights: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
@@ -323,8 +269,8 @@ class GPT(nnx.Module):
                 return (x, added), None
 
             (x, added), _ = lax.scan(step, (x, added), stretch.grouped(weights))
-        if added is not None and self.expert_sizes is not None:
-            added = added.of_layers(sum(counts), self.expert_sizes)
+        if added is not None:
+            added = added.of_layers(sum(counts), self.config.experts)
         return self.norm(x).astype(self.dtype), added
 
     def hidden_with_cache(
@@ -419,7 +365,7 @@ class GPT(nnx.Module):
             if self.head is None
             else self.head(hidden)
         )
-        cap = self.output_softcap
+        cap = self.config.output_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Float64, Int32
 
+from models.config import GPTConfig
 from startrail_jax.errors import InputError
 
 # A channel pair that makes more turns in the original context than the first number keeps its
@@ -136,3 +137,18 @@ def rotate(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def ropes_of(config: GPTConfig) -> tuple[Rope | None, ...]:
+    """The rotary positions of each layer of a model."""
+    of_all = ("bases", "stretches", "channels")
+    scaling = {name: value for name, value in vars(config.rope).items() if name not in of_all}
+
+    def rope(base: float | None, window: int | None) -> Rope | None:
+        if base is None:
+            return None
+        stretched = config.rope.stretches == "all" or window is None
+        channels = config.rope.channels or config.head_dim
+        return Rope(head_dim=channels, base=base, **scaling if stretched else {})
+
+    return tuple(map(rope, config.layer_bases, config.layer_windows))

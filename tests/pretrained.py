@@ -12,7 +12,9 @@ from safetensors.numpy import load_file, save_file
 import startrail_jax as st
 from programs import make_program, options
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.config import LoraConfig
+from trainer.config import (
+    LoraConfig,
+)
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config, peft_tensors

@@ -15,14 +15,19 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
+from models.config import GPTConfig
 from models.hooks import Hooks
 from startrail_jax.devices.degrees import ROLES
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.checksums import Checksums
-from trainer.config import OptimizerConfig
+from trainer.config import (
+    OptimizerConfig,
+)
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
-from trainer.gpt.config import GPTConfig, GPTTrainConfig
+from trainer.gpt.config import (
+    GPTTrainConfig,
+)
 from trainer.parallel.checks import check_step, make_attention, make_partition
 from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from models.checks import check_minimum, check_range
 from startrail_jax.errors import InputError
 from trainer.places import check_folder, check_mirror
 
@@ -697,29 +697,3 @@ def _check_alone(group: str, needed: str, switch: str | None, **others: str | No
             f"{group}.{given[0]} needs {group}.{needed}; got {given[0]}={others[given[0]]!r} "
             f"alone. Add --{group}.{needed} NAME, or leave it out."
         )
-
-
-def check_minimum(name: str, value: Any, minimum: int) -> None:
-    """Raises ValueError unless a setting is None, or finite and not below its minimum."""
-    if value is not None and not minimum <= value < math.inf:
-        raise InputError(
-            f"{name} must be at least {minimum}; got {name}={value}. Leave it out for the default."
-        )
-
-
-RANGES: Mapping[str, Callable[[float], bool]] = {
-    "above 0 and below 1": lambda x: 0 < x < 1,
-    "above 0 and finite": lambda x: 0 < x < math.inf,
-    "at least 0 and below 1": lambda x: 0 <= x < 1,
-    "at least 0 and finite": lambda x: 0 <= x < math.inf,
-    "at least 0 and below 2**32": lambda x: 0 <= x < 2**32,
-}
-
-
-def check_range(
-    name: str, value: int | float | None, rule: str, way_out: str = "Leave it out for the default."
-) -> None:
-    """Raises ValueError unless a setting is None, or in one of `RANGES`."""
-    if value is not None and not RANGES[rule](value):
-        field = name.rpartition(".")[2]
-        raise InputError(f"{name} must be {rule}; got {field}={value}. {way_out}")

@@ -18,7 +18,9 @@ import startrail_jax as st
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UserError
 from startrail_jax.tokens.layout import Layout
-from trainer.config import TrainConfig
+from trainer.config import (
+    TrainConfig,
+)
 from trainer.objective import Objective
 from trainer.parallel.degrees import OPEN, choose_degrees, given_order, given_to_plan
 from trainer.parallel.splits import check_parts

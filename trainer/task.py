@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from trainer.config import MeshConfig, TrainConfig
+from trainer.config import (
+    MeshConfig,
+    TrainConfig,
+)
 from trainer.data.dataset import Dataset
 
 

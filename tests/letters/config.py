@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trainer.config import TrainConfig
+from trainer.config import (
+    TrainConfig,
+)
 from trainer.task import SampleOptions
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.config import ExpertsConfig
 from models.experts import (
     Experts,
-    ExpertSizes,
     _Dispatch,
     _expert,
     by_dispatch,
@@ -21,7 +21,7 @@ from models.experts import (
 from models.lora import narrow_matrices
 
 SCALE = 0.75
-SIZES = dict(count=6, top_k=2, width=12)
+SIZES = dict(count=6, top_k=2, width=12, balance_loss=0.0)
 
 
 def same(x):
@@ -29,8 +29,8 @@ def same(x):
 
 
 def make_layer(adapters=None, lower=0.0, **changes):
-    sizes = ExpertSizes(**SIZES | changes)
-    layer = Experts(sizes, width=8, out_gain=1.0, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    config = ExpertsConfig(**SIZES | changes)
+    layer = Experts(config, width=8, out_gain=1.0, dtype=jnp.float32, rngs=nnx.Rngs(0))
     for base in (layer.expert_gate, layer.expert_up, layer.expert_down) if adapters else ():
         base.scale = SCALE
         base.lora_a, base.lora_b = narrow_matrices(
@@ -112,7 +112,7 @@ def test_a_layer_is_that_of_dense_experts(changes):
         return (out, route.auxiliary), route.busiest
 
     def wanted(weights, x):
-        out, auxiliary, load = dense(layer.sizes, weights, x.reshape(-1, 8), counted.ravel())
+        out, auxiliary, load = dense(layer.config, weights, x.reshape(-1, 8), counted.ravel())
         return (out.reshape(x.shape), auxiliary.reshape(2, 17)), load
 
     def flat(tree):
@@ -135,7 +135,7 @@ def test_a_layer_is_that_of_dense_experts(changes):
         size = np.abs(np.asarray(wanted_value)).max() or 1
         np.testing.assert_allclose(given, wanted_value, rtol=0, atol=3e-6 * size, err_msg=name)
     assert busiest == pytest.approx(
-        np.asarray(load).max() * layer.sizes.count / layer.sizes.top_k, rel=1e-5
+        np.asarray(load).max() * layer.config.count / layer.config.top_k, rel=1e-5
     )
 
 
@@ -196,11 +196,11 @@ def test_rows_of_a_tile_suit_the_mean_expert():
 
 
 def test_a_bias_counts_in_the_choice_alone_and_learns_from_the_load():
-    layer = make_layer(balanced_by_bias=True, balance_loss=0.5)
+    layer = make_layer(balance_rate=0.1, balance_loss=0.5)
     graph, weights = nnx.split(layer)
     x = jnp.asarray(np.random.default_rng(3).normal(size=(1, 40, 8)), jnp.float32)
     plain = layer.route(x, None, same)
-    other = make_layer(balanced_by_bias=True)
+    other = make_layer(balance_rate=0.1)
     other.choice_bias.set_value(jnp.asarray([9.0, 0, 0, 0, 0, -9.0]))
     moved = other.route(x, None, same)
     assert (moved.chosen == 0).any(-1).all()

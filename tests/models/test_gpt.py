@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 import startrail_jax as st
 from models import gpt
+from models.config import GPTConfig
 from programs import noted_hooks
 
 BATCH, SEQ_LEN, VOCAB = 2, 23, 19
@@ -29,7 +30,9 @@ def dense_attention(positions, query, key, value, *, segment_ids=None):
 
 
 def make_model(attention_fn=jax.nn.dot_product_attention, **options):
-    return gpt.GPT(**SIZES | options, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+    own = {name: options.pop(name) for name in ("hooks",) if name in options}
+    config = GPTConfig(**SIZES | options)
+    return gpt.GPT(config, attention_fn=attention_fn, rngs=nnx.Rngs(0), **own)
 
 
 @functools.cache

@@ -17,7 +17,9 @@ from programs import REPOSITORY, change_checksum, records_of, shared_programs
 from refusals import refused
 from tests.faults import failures
 from trainer import processes
-from trainer.config import Distributed
+from trainer.config import (
+    Distributed,
+)
 from trainer.errors import RunError
 from trainer.processes import gather, require_same_flags, together
 from trainer.run import lost
@@ -35,7 +37,9 @@ STARTING = """
 import time
 import jax
 from pathlib import Path
-from trainer.config import Distributed
+from trainer.config import (
+    Distributed,
+)
 from trainer.processes import first_does, gather, together
 made = Path({folder!r}, "made")
 with together(Distributed({options}), Path({folder!r})):
@@ -190,7 +194,9 @@ FAILING = """
 import sys, time
 import jax
 from pathlib import Path
-from trainer.config import Distributed
+from trainer.config import (
+    Distributed,
+)
 from trainer.processes import first_does, together
 with together(Distributed({options}), Path({folder!r})):
     jax.devices()

@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from configs.gpt import gpt_tiny
-from trainer.gpt.config import GPTConfig, TextSampleConfig
+from models.config import GPTConfig
+from trainer.gpt.config import (
+    TextSampleConfig,
+)
 from trainer.gpt.objective import NextToken
 from trainer.parallel.flops import peak_flops
 

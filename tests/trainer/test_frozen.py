@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import pretrained
 import startrail_jax as st
 import train
+from models.config import ExpertsConfig
 from programs import (
     SMALL,
     make_config,
@@ -26,10 +27,12 @@ from programs import (
 )
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import LoraConfig, OptimizerConfig
+from trainer.config import (
+    LoraConfig,
+    OptimizerConfig,
+)
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import ExpertsConfig
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.objective import NextToken
 from trainer.parallel import step_sizes

@@ -10,13 +10,15 @@ import pytest
 from flax import nnx
 
 import startrail_jax as st
+from models.config import GPTConfig, RopeConfig
 from models.gpt import GPT
 from programs import SMALL, make_config
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.gpt.config import GPTConfig, RopeConfig, attention_of
+from trainer.gpt.config import (
+    attention_of,
+)
 from trainer.gpt.generation import Generator
-from trainer.gpt.objective import model_arguments
 from trainer.gpt.token_choice import Sampling
 from trainer.parallel.partition import Partition
 
@@ -32,9 +34,8 @@ SAMPLING = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
 
 
 def make_model(config):
-    arguments = model_arguments(config)
     attention_fn = functools.partial(dense_attention, softcap=config.softcap)
-    return GPT(**arguments, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+    return GPT(config, attention_fn=attention_fn, rngs=nnx.Rngs(0))
 
 
 def dense_attention(

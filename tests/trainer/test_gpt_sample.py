@@ -25,6 +25,7 @@ from test_gpt_tokens import gpt2, train_tokenizer
 import sample
 import startrail_jax as st
 from configs.gpt import gpt_tiny
+from models.config import GPTConfig
 from models.gpt import GPT
 from programs import REPOSITORY, run_python, save_run, session_of_one, shapes_of
 from refusals import message_of_sample as message_of
@@ -32,12 +33,17 @@ from refusals import refused, usage_error
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.reading import restore_weights
-from trainer.config import MeshConfig
+from trainer.config import (
+    MeshConfig,
+)
 from trainer.data import files
 from trainer.gpt import sample as text_samples
-from trainer.gpt.config import DataConfig, GPTConfig, TextOptions, TextSampleConfig
+from trainer.gpt.config import (
+    DataConfig,
+    TextOptions,
+    TextSampleConfig,
+)
 from trainer.gpt.corpus import Corpus, Stream
-from trainer.gpt.objective import model_arguments
 from trainer.gpt.sample import Continuation, prompt_tokens, stops_of_run
 from trainer.gpt.text import IdTokenizer, TextStream, encode_prompt, open_tokenizer
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
@@ -51,8 +57,7 @@ QUICK = "--tokens 4 --temperature 2"
 @functools.cache
 def first_weights():
     def make():
-        arguments = model_arguments(MODEL)
-        model = GPT(**arguments, attention_fn=jax.nn.dot_product_attention, rngs=nnx.Rngs(0))
+        model = GPT(MODEL, attention_fn=jax.nn.dot_product_attention, rngs=nnx.Rngs(0))
         return nnx.state(model)
 
     return jax.jit(make)()

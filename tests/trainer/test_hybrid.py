@@ -10,6 +10,7 @@ from flax import nnx
 
 import fake_jla
 import startrail_jax as st
+from models.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
 from models.hooks import Hooks
 from programs import (
     SMALL,
@@ -23,15 +24,15 @@ from programs import (
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
+from trainer.config import (
+    AttentionConfig,
+    LoraConfig,
+    OptimizerConfig,
+)
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.config import (
     DataConfig,
-    ExpertsConfig,
-    GPTConfig,
-    LinearConfig,
-    RopeConfig,
     attention_of,
 )
 from trainer.gpt.generation import Generator

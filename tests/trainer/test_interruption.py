@@ -8,8 +8,11 @@ import pytest
 
 import train
 from configs.gpt import gpt_tiny
+from models.config import GPTConfig
 from trainer.gpt import sample as sampling
-from trainer.gpt.config import GPTConfig, TextSampleConfig
+from trainer.gpt.config import (
+    TextSampleConfig,
+)
 from trainer.run.interruption import SIGNALS, interruption
 
 

@@ -17,14 +17,16 @@ import pretrained
 import sample
 import startrail_jax as st
 import train
+from models.config import ExpertsConfig, RopeConfig
 from programs import SMALL, make_config, make_program, shared_programs, train_steps
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import CheckpointError
-from trainer.config import LoraConfig
+from trainer.config import (
+    LoraConfig,
+)
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import ExpertsConfig, RopeConfig
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config
 from trainer.gpt.pretrained.initial import open_pretrained

@@ -1,5 +1,6 @@
 """Which dimension of which array is split over which mesh axes, and what is sent for that."""
 
+import dataclasses
 import functools
 
 import jax
@@ -19,7 +20,6 @@ from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import node_grid, nodes_of, resolve_order
 from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary
-from trainer.gpt.objective import model_arguments
 from trainer.parallel.partition import Partition, path_name
 
 pytestmark = pytest.mark.quick
@@ -30,11 +30,11 @@ ALL = ("data", "group", "ring", "team", "head")
 
 def shapes(**sizes):
     """Shapes of a GPT's weights and of Adam's moments."""
-    arguments = model_arguments(gpt_tiny().model) | {"heads": 6, "kv_heads": 2, "layers": 3}
+    config = dataclasses.replace(gpt_tiny().model, **dict(heads=6, kv_heads=2, layers=3) | sizes)
 
     def initialise():
         attention_fn = jax.nn.dot_product_attention
-        model = GPT(**arguments | sizes, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+        model = GPT(config, attention_fn=attention_fn, rngs=nnx.Rngs(0))
         weights = nnx.state(model)
         return weights, optax.adam(1.0).init(weights)
 

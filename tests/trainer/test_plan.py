@@ -22,7 +22,9 @@ from programs import check_first_step
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from train import read_command_line
-from trainer.config import LoraConfig
+from trainer.config import (
+    LoraConfig,
+)
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.families import FAMILIES
 from trainer.parallel.degrees import choose_degrees

@@ -20,6 +20,7 @@ import sample
 import startrail_jax as st
 import train
 from configs.gpt import gpt_tiny
+from models.config import GPTConfig, RopeConfig
 from peak import Peak, needs_linux
 from pretrained import REFERENCES, import_and_export, make_config, reference_of, save_in_types
 from programs import make_program, weight_shapes
@@ -29,11 +30,16 @@ from tests.faults import failures
 from trainer import durable
 from trainer.checkpoints.checksums import Checksums
 from trainer.checkpoints.reading import CheckpointError
-from trainer.config import LoraConfig
+from trainer.config import (
+    LoraConfig,
+)
 from trainer.data.opening import read_object
 from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.stops import keep_stops
-from trainer.gpt.config import DataConfig, GPTConfig, RopeConfig, TextOptions
+from trainer.gpt.config import (
+    DataConfig,
+    TextOptions,
+)
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids
 from trainer.gpt.pretrained.config_json import (

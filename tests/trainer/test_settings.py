@@ -10,10 +10,17 @@ import pytest
 
 from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
+from models.config import RopeConfig
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import MeshConfig
-from trainer.gpt.config import DataConfig, GPTTrainConfig, RopeConfig, TextSampleConfig
+from trainer.config import (
+    MeshConfig,
+)
+from trainer.gpt.config import (
+    DataConfig,
+    GPTTrainConfig,
+    TextSampleConfig,
+)
 from trainer.run.settings import load_config, read_kind, save_config
 
 pytestmark = pytest.mark.quick

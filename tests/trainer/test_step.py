@@ -15,15 +15,20 @@ from flax import nnx
 
 import fake_cudnn
 import startrail_jax as st
+from models.config import RopeConfig
 from models.gpt import GPT
 from programs import SMALL, learnable_tokens, make_config, placed, train_steps
 from programs import make_program as program_of
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.config import AttentionConfig, OptimizerConfig
+from trainer.config import (
+    AttentionConfig,
+    OptimizerConfig,
+)
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import DataConfig, RopeConfig
-from trainer.gpt.objective import model_arguments
+from trainer.gpt.config import (
+    DataConfig,
+)
 from trainer.parallel.optimizer import make_optimizer
 from trainer.parallel.remat import rematerialised
 
@@ -156,7 +161,7 @@ def dense_gradients(initial_state):
     """Loss and gradients of the first batch, by a model whose attention knows nothing of ours."""
     whole = next_token_batch(windows(0), layout=st.Layout("contiguous", 1), end_of_document=END)
     whole = jax.tree.map(jnp.asarray, whole)
-    model = GPT(**model_arguments(CONFIG.model), attention_fn=dense_attention, rngs=nnx.Rngs(0))
+    model = GPT(CONFIG.model, attention_fn=dense_attention, rngs=nnx.Rngs(0))
     graph = nnx.graphdef(model)
 
     @jax.jit

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
+from models.checks import check_range
 from startrail_jax.xla.compiler import compiler_options
-from trainer.config import check_range
 from trainer.data.batches import shardings
 from trainer.dit.batches import Grid
 from trainer.dit.diffusion import Predict, guided

@@ -15,7 +15,10 @@ from jaxtyping import Array, Float32
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
-from trainer.config import SHARDED_AXES, MeshConfig
+from trainer.config import (
+    SHARDED_AXES,
+    MeshConfig,
+)
 from trainer.dit.config import DiTTrainConfig, ImageOptions
 from trainer.dit.diffusion import SAMPLERS, Predict, sample
 from trainer.dit.drawing import Drawing, save_grid, to_pixels

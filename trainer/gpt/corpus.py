@@ -38,7 +38,9 @@ from trainer.data.files import (
     standard_library,
     without,
 )
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import (
+    DataConfig,
+)
 from trainer.gpt.encoding import (
     Text,
     check_lengths,

@@ -30,7 +30,9 @@ from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.varying import vary
-from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.config import (
+    GPTTrainConfig,
+)
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling, choose_token
 from trainer.parallel.partition import STACKED, Partition
@@ -302,13 +304,13 @@ class Generator:
             heads = degrees.head // self.attention.key_copies(config.kv_heads)
         keys = (rows, slots, heads, config.head_dim), config.dtype
         sizes = config.linear_sizes
-        states = sizes["heads"] // degrees.tensor
-        key_heads = max(sizes["key_heads"] // degrees.tensor, 1)
-        channels = 2 * key_heads * sizes["key_dim"] + states * sizes["value_dim"]
+        states = sizes.heads // degrees.tensor
+        key_heads = max(sizes.key_heads // degrees.tensor, 1)
+        channels = 2 * key_heads * sizes.key_dim + states * sizes.value_dim
         shape = (1, rows)
         of_linear = (
-            ((*shape, states, sizes["key_dim"], sizes["value_dim"]), jnp.float32),
-            ((*shape, sizes["conv"] - 1, channels), config.dtype),
+            ((*shape, states, sizes.key_dim, sizes.value_dim), jnp.float32),
+            ((*shape, sizes.conv - 1, channels), config.dtype),
         )
         shapes = self._by_part((keys, keys), of_linear)
 

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
+from models.config import GPTConfig
 from models.layers import ADAPTERS
 from models.periods import layers_of
 from startrail_jax.errors import InputError
-from trainer.gpt.config import GPTConfig, GPTTrainConfig
+from trainer.gpt.config import (
+    GPTTrainConfig,
+)
 from trainer.gpt.pretrained.families import without_losses
 from trainer.gpt.pretrained.tensors import BY_KEY_HEAD, tables
 from trainer.parallel.partition import counts_experts
@@ -135,7 +138,7 @@ def peft_tensors(
                 own = [
                     None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
                 ]
-                groups = model.linear_sizes["key_heads"] if name in BY_KEY_HEAD else 1
+                groups = model.linear_sizes.key_heads if name in BY_KEY_HEAD else 1
                 both = _joined(own, _outputs(model, rows), groups)
                 for letter, matrix in zip("AB", both, strict=True):
                     key = name.removesuffix("weight") + f"lora_{letter}.weight"
@@ -154,7 +157,7 @@ def _of_experts(
         return None if found[0] is None else [np.asarray(x)[place] for x in found]
 
     found, down = {}, pair("down")
-    hidden = model.expert_sizes["width"]
+    hidden = model.expert_sizes.width
     # Of gpt-oss, gates and projections up take turns.
     turns = hidden if family == "gpt_oss" else 1
     prefix = "" if down is None else "base_layer."
@@ -173,9 +176,9 @@ def _of_experts(
 def _outputs(model: GPTConfig, rows: Sequence[str]) -> list[int]:
     """The outputs of the projections whose weights are rows of one tensor."""
     sizes = model.linear_sizes
-    keys, values = sizes["key_heads"] * sizes["key_dim"], sizes["heads"] * sizes["value_dim"]
+    keys, values = sizes.key_heads * sizes.key_dim, sizes.heads * sizes.value_dim
     found = {"query": keys, "key": keys, "value": values, "out_gate": values}
-    return [found.get(path.rpartition("/")[2], sizes["heads"]) for path in rows]
+    return [found.get(path.rpartition("/")[2], sizes.heads) for path in rows]
 
 
 def _joined(

@@ -12,16 +12,18 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.experts import ExpertSizes
-from models.gated_delta import GatedDeltaSizes
+from models.config import GPTConfig
 from models.gpt import GPT
 from models.hooks import Hooks
-from models.rope import Rope
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.config import LoraConfig
+from trainer.config import (
+    LoraConfig,
+)
 from trainer.gpt.batches import TokenBatch
-from trainer.gpt.config import GPTConfig, GPTTrainConfig
+from trainer.gpt.config import (
+    GPTTrainConfig,
+)
 from trainer.gpt.sizes import sizes_of
 from trainer.objective import Objective, add_lora
 from trainer.parallel.frozen import with_frozen
@@ -127,36 +129,6 @@ def make_gpt(
     **others: Any,
 ) -> GPT:
     """The model of a run, with its adapters if it has some; `others` are arguments of `GPT`."""
-    arguments = model_arguments(model) | others
-    gpt = GPT(**arguments, attention_fn=attention_fn, hooks=hooks, rngs=rngs)
+    gpt = GPT(model, attention_fn=attention_fn, hooks=hooks, rngs=rngs, **others)
     add_lora(gpt, lora, model.dtype, rngs)
     return gpt
-
-
-def model_arguments(config: GPTConfig) -> dict[str, Any]:
-    """The keyword arguments of `models.gpt.GPT` for a config."""
-    # What belongs to the attention callable, and what is said for each layer.
-    others = ("softcap", "scale_dim", "rope", "linear", "experts")
-    arguments = {name: value for name, value in vars(config).items() if name not in others}
-    windows = (None,) if config.has_one_window else config.layer_windows
-    if "linear" in config.layer_mixers:
-        arguments["linear_sizes"] = GatedDeltaSizes(**config.linear_sizes)
-        arguments["linear_norms"] = config.linear.norms
-    if "experts" in config.layer_feed_forwards:
-        arguments["expert_sizes"] = ExpertSizes(**config.expert_sizes)
-    return arguments | {"windows": windows, "ropes": _ropes(config)}
-
-
-def _ropes(config: GPTConfig) -> tuple[Rope | None, ...]:
-    """The rotary positions of each layer."""
-    of_all = ("bases", "stretches", "channels")
-    scaling = {name: value for name, value in vars(config.rope).items() if name not in of_all}
-
-    def rope(base: float | None, window: int | None) -> Rope | None:
-        if base is None:
-            return None
-        stretched = config.rope.stretches == "all" or window is None
-        channels = config.rope.channels or config.head_dim
-        return Rope(head_dim=channels, base=base, **scaling if stretched else {})
-
-    return tuple(map(rope, config.layer_bases, config.layer_windows))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from startrail_jax.patterns import shortest
-from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.config import (
+    GPTTrainConfig,
+)
 from trainer.planner.models import LinearSizes, ModelSizes, MoESizes
 from trainer.sizes import common_sizes
 
@@ -15,12 +17,12 @@ def sizes_of(config: GPTTrainConfig) -> ModelSizes:
     linear = {}
     if "linear" in model.layer_mixers:
         names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
-        sizes = LinearSizes(**{name: model.linear_sizes[name] for name in names})
+        sizes = LinearSizes(**{name: getattr(model.linear_sizes, name) for name in names})
         linear = {"mixers": model.mixers, "linear": sizes}
     experts = {}
     if "experts" in model.layer_feed_forwards:
         names = ("count", "top_k", "width", "shared_width", "shared_gate", "biases")
-        sizes = {name: model.expert_sizes[name] for name in names}
+        sizes = {name: getattr(model.expert_sizes, name) for name in names}
         sizes["choice_bias"] = model.experts.balance_rate > 0
         experts = {"feed_forwards": model.feed_forwards, "experts": MoESizes(**sizes)}
         ways = {"auto": None, "gather": False, "dispatch": True}

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
+from models.checks import check_range
 from startrail_jax.errors import InputError
-from trainer.config import check_range
 
 # Float32 may round a lower temperature to 0, which would make the logits NaN.
 LEAST_TEMPERATURE = 1e-30

@@ -12,7 +12,9 @@ from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.sizes import check_heads
-from trainer.config import TrainConfig
+from trainer.config import (
+    TrainConfig,
+)
 from trainer.objective import Objective
 from trainer.parallel.partition import Partition
 
@@ -75,7 +77,7 @@ def check_linear(tensor: int, config: TrainConfig) -> None:
             "attention.linear_backend needs layers of linear attention; got linear_backend="
             f"{config.attention.linear_backend!r} and a model without any. Leave it out."
         )
-    heads, key_heads = (config.model.linear_sizes[name] for name in ("heads", "key_heads"))
+    heads, key_heads = (getattr(config.model.linear_sizes, name) for name in ("heads", "key_heads"))
     if heads % tensor or (key_heads % tensor and tensor % key_heads):
         raise InputError(
             "mesh.tensor must divide the heads of linear attention, and divide its key heads or "

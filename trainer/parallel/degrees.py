@@ -17,7 +17,9 @@ from startrail_jax.traffic.algorithms import GLOO, NCCL, Algorithm
 from startrail_jax.traffic.cost import communication
 from startrail_jax.traffic.ports import cheapest_order, messages
 from startrail_jax.traffic.settings import all_degrees
-from trainer.config import MeshConfig
+from trainer.config import (
+    MeshConfig,
+)
 
 # The degrees that may be left open.
 OPEN = ("group", "ring", "team")

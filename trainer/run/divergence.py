@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.config import TrainConfig
+from trainer.config import (
+    TrainConfig,
+)
 from trainer.errors import NonFiniteError
 
 

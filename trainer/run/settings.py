@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from startrail_jax.errors import InputError
-from trainer.config import TrainConfig
+from trainer.config import (
+    TrainConfig,
+)
 from trainer.durable import replace_text
 from trainer.places import check_on_disk, text_of, way_to
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from models.config import GPTConfig, RopeConfig
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
-from trainer.gpt.config import GPTConfig, RopeConfig
 from trainer.gpt.pretrained.families import (
     BALANCE,
     COUNTS,

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from models.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.patterns import shortest
-from trainer.gpt.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
 
 GELU = "gelu_pytorch_tanh"
 OPTIONS = {
@@ -408,11 +408,13 @@ def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
     if family.linear is not None:
         found[NEGATIVE] = model.linear.largest_beta == 2
         found["layer_types"] = [FULL if x == "attention" else LINEAR for x in model.layer_mixers]
-        found |= {key: model.linear_sizes[name] for key, name in OF_LINEAR.items()}
+        found |= {key: getattr(model.linear_sizes, name) for key, name in OF_LINEAR.items()}
     if family.experts is not None:
         experts = model.experts
         local = family.architecture.startswith(("Mixtral", "GptOss"))
-        found |= {key: model.expert_sizes[name] for key, name in family.expert_keys.items()}
+        found |= {
+            key: getattr(model.expert_sizes, name) for key, name in family.expert_keys.items()
+        }
         found |= {COUNTS[local]: experts.count, NORMALISED_SHARES: experts.normalised}
         dense = [i for i, x in enumerate(model.layer_feed_forwards) if x == "mlp"]
         found |= dict(zip(DENSE, (dense, 1), strict=True))
@@ -433,15 +435,15 @@ def plain(model: GPTConfig) -> GPTConfig:
     feed_forwards = pattern(model.layer_feed_forwards)
     model = replace(model, mixers=pattern(model.layer_mixers), feed_forwards=feed_forwards)
     if "experts" in feed_forwards:
-        width = model.expert_sizes["width"]
+        width = model.expert_sizes.width
         # Without dense layers, there is no MLP.
         mlp_width = model.mlp_width if "mlp" in feed_forwards else width
         model = replace(model, experts=replace(model.experts, width=width), mlp_width=mlp_width)
     if "linear" in model.mixers:
-        sizes = model.linear_sizes
-        sizes["norm_eps"] = None if sizes["norm_eps"] == model.norm_eps else sizes["norm_eps"]
-        norms = None if model.linear.norms == model.norms else model.linear.norms
-        model = replace(model, linear=replace(model.linear, **sizes, norms=norms))
+        linear = model.linear_sizes
+        norm_eps = None if linear.norm_eps == model.norm_eps else linear.norm_eps
+        norms = None if linear.norms == model.norms else linear.norms
+        model = replace(model, linear=replace(linear, norm_eps=norm_eps, norms=norms))
     rope = replace(rope, bases=pattern(_like_attention(model, model.layer_bases)))
     return replace(model, rope=rope, windows=pattern(_like_attention(model, model.layer_windows)))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from models.config import GPTConfig
 from models.periods import PARTS, layers_of
 from startrail_jax.errors import InputError
-from trainer.gpt.config import GPTConfig
 from trainer.weights.places import (
     AS_IT_IS,
     IN_BOTH,
@@ -193,7 +193,7 @@ def places(
         others = (f"{part}/{x}" for x, (other, _) in table.items() if other == name)
         beside = [x for x in others if x in shapes]
         if beside[1:]:
-            groups = model.linear_sizes["key_heads"] if name in BY_KEY_HEAD else 1
+            groups = model.linear_sizes.key_heads if name in BY_KEY_HEAD else 1
             share = Share(
                 index=beside.index(path),
                 sizes=tuple(place(x).tensor_shape[0] // groups for x in beside),

@@ -1,0 +1,412 @@
+"""Settings with which `models.gpt.GPT` is built. Imports no jax: `--help` must be fast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from models.checks import check_minimum, check_range
+from startrail_jax.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions, and how they extend to longer contexts than a model was trained on."""
+
+    bases: tuple[float | Literal["none"], ...] = (10_000.0,)
+    """Base of each layer, the ratio of the longest to the shortest wavelength: the list repeats,
+    and `none` is a layer without rotary positions. `10000 10000 1000000` gives every third layer a
+    longer wavelength."""
+    scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
+    """How the angles shrink for longer contexts: "none" shrinks no angle; "linear" shrinks all
+    angles by the same factor (https://arxiv.org/abs/2306.15595); "ntk" shrinks those of long
+    wavelengths more, by a larger base; "llama3" and "yarn" shrink only those of long wavelengths,
+    as in Llama 3.1 and in YaRN (https://arxiv.org/abs/2309.00071)."""
+    factor: float = 1.0
+    """Length of the new context divided by that of the context that the model was trained on."""
+    original_length: int | None = None
+    """Length in tokens of the context that the model was trained on; "llama3" and "yarn" need
+    it."""
+    turns: tuple[float, float] | None = None
+    """Turns in the original context: channels with more turns than the first number keep their
+    wavelength, and channels with fewer turns than the second are stretched by the whole factor. The
+    default is 4 and 1 for "llama3", 32 and 1 for "yarn"; no other scaling uses them."""
+    attention_factor: float | None = None
+    """Factor of queries and keys with "yarn". The default is 0.1 * ln(factor) + 1."""
+    truncate: bool = True
+    """Whether "yarn" begins and ends its blend at whole pairs of channels; gpt-oss does not."""
+    channels: int | None = None
+    """Number of channels of each head that turn: the first ones, an even number. The default is all
+    of them."""
+    stretches: Literal["all", "global"] = "all"
+    """The layers whose angles `scaling` shrinks: all, or those without a window, as in Gemma 3.
+    Without a scaling, it has no effect."""
+
+    def __post_init__(self) -> None:
+        wrong = [x for x in self.bases if x != "none" and not x > 1]
+        if wrong or not self.bases:
+            raise InputError(
+                "model.rope.bases must be one or more numbers above 1, or `none` for layers "
+                f"without rotary positions; got bases={self.bases}. Use 10000, or more for long "
+                "contexts."
+            )
+        if not self.factor >= 1:
+            raise InputError(
+                f"model.rope.factor must be at least 1; got factor={self.factor}. Use the new "
+                "length over the one that the model was trained on."
+            )
+        # YaRN may sharpen the attention and stretch nothing.
+        only_sharpens = self.scaling == "yarn" and self.attention_factor is not None
+        if (self.scaling == "none") != (self.factor == 1) and not only_sharpens:
+            raise InputError(
+                "model.rope.factor must be above 1 with a scaling, and 1 without; got "
+                f"scaling={self.scaling!r}, factor={self.factor}. Set both or neither."
+            )
+        if (self.scaling in ("llama3", "yarn")) != (self.original_length is not None):
+            raise InputError(
+                "model.rope.original_length must be given for scaling 'llama3' or 'yarn', and for "
+                f"no other; got scaling={self.scaling!r}, original_length={self.original_length}. "
+                "Set both or neither."
+            )
+        check_minimum("model.rope.original_length", self.original_length, 1)
+        if self.turns is not None and (
+            self.scaling not in ("llama3", "yarn") or not self.turns[0] > self.turns[1] > 0
+        ):
+            raise InputError(
+                "model.rope.turns must be two numbers above 0, the larger one first, for scaling "
+                f"'llama3' or 'yarn'; got turns={self.turns}, scaling={self.scaling!r}. Leave them "
+                "out for the default."
+            )
+        if not self.truncate and self.scaling != "yarn":
+            raise InputError(
+                "model.rope.truncate is an option of scaling 'yarn'; got "
+                f"scaling={self.scaling!r}. Leave it out."
+            )
+        if self.attention_factor is not None and (
+            self.scaling != "yarn" or not 0 < self.attention_factor < math.inf
+        ):
+            raise InputError(
+                "model.rope.attention_factor must be above 0 and finite, for scaling 'yarn'; got "
+                f"attention_factor={self.attention_factor}, scaling={self.scaling!r}. Leave it out "
+                "for the default."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """Layers of linear attention: Gated DeltaNet (https://arxiv.org/abs/2412.06464)."""
+
+    heads: int | None = None
+    """Number of heads of values, each with a state of its own. The default is `model.heads`."""
+    key_heads: int | None = None
+    """Number of heads of queries and keys, a divisor of `heads`. The default is `heads`."""
+    key_dim: int | None = None
+    """Number of channels of a head of queries and keys. The default is `model.head_dim`."""
+    value_dim: int | None = None
+    """Number of channels of a head of values. The default is `key_dim`."""
+    conv: int = 4
+    """Number of tokens that the short convolution sees, the token itself included."""
+    largest_beta: float = 1.0
+    """Largest share of an old value that a token replaces; 2 allows states that change their sign
+    (https://arxiv.org/abs/2411.12537)."""
+    norm_eps: float | None = None
+    """Number that the norm of the outputs adds to the mean square. The default is
+    `model.norm_eps`."""
+    norms: Literal["before", "both", "after"] | None = None
+    """Where such layers have norms. The default is `model.norms`."""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "key_heads", "key_dim", "value_dim", "conv"):
+            check_minimum(f"model.linear.{name}", getattr(self, name), 1)
+        if not 0 < self.largest_beta <= 2:
+            raise InputError(
+                "model.linear.largest_beta must be above 0 and at most 2, above which states "
+                f"grow; got largest_beta={self.largest_beta}. Use 1 or 2."
+            )
+        check_range("model.linear.norm_eps", self.norm_eps, "above 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Layers whose feed-forward is one of experts, of which each token goes to a few."""
+
+    count: int = 8
+    """Number of experts."""
+    top_k: int = 2
+    """Number of experts of each token."""
+    width: int | None = None
+    """Number of hidden channels of an expert. The default is `model.mlp_width`."""
+    shared_width: int = 0
+    """The same of a further expert, to which all tokens go. The default is none."""
+    shared_gate: bool = False
+    """Whether the sigmoid of a projection multiplies the output of that expert."""
+    activation: Literal["swiglu", "clamped"] = "swiglu"
+    """Activation of the experts: "clamped" is that of gpt-oss."""
+    biases: bool = False
+    """Whether the router and the experts have biases, as in gpt-oss."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the logits of the router into the shares of experts in the output."""
+    normalised: bool = True
+    """Whether the shares of the experts of a token are divided by their sum."""
+    balance_loss: float = 0.001
+    """Factor of the loss that balances the experts: count * sum_e load_e * probability_e, where
+    load_e is the number of tokens that go to expert e, for each token, and probability_e its mean
+    probability, so that the loss is top_k in balance (Switch Transformers, equation (4),
+    https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch that the loss counts;
+    with gradient accumulation, or batches of whole documents, those of each part."""
+    balance_over: Literal["layer", "model"] = "layer"
+    """Of what load_e and probability_e are means: of each layer, whose losses are added up, or of
+    all layers together, as in transformers. The default is "model" for a pretrained model."""
+    balance_rate: float = 0.0
+    """How far each step moves a bias of every expert, up if the expert has fewer tokens than the
+    mean, and down if it has more. The bias counts in the choice of experts alone, and balances them
+    without a loss (https://arxiv.org/abs/2408.15664, with 0.001); 0 for none."""
+    z_loss: float = 0.0
+    """Factor of the mean square of the log-sum-exp of the router's logits (ST-MoE,
+    https://arxiv.org/abs/2202.08906)."""
+
+    def __post_init__(self) -> None:
+        for name in ("count", "top_k", "width"):
+            check_minimum(f"model.experts.{name}", getattr(self, name), 1)
+        check_minimum("model.experts.shared_width", self.shared_width, 0)
+        if self.top_k > self.count:
+            raise InputError(
+                "model.experts.top_k must be at most model.experts.count; got "
+                f"top_k={self.top_k}, count={self.count}. Change one of them."
+            )
+        if self.shared_gate and not self.shared_width:
+            raise InputError(
+                "model.experts.shared_gate needs a shared expert; got shared_width=0. Give "
+                "--model.experts.shared-width, or leave it out."
+            )
+        for name in ("balance_loss", "balance_rate", "z_loss"):
+            value, way_out = getattr(self, name), "Use 0.001, or 0 for none."
+            check_range(f"model.experts.{name}", value, "at least 0 and finite", way_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes and options of a GPT."""
+
+    vocab_size: int = 256
+    """Number of token ids; bytes need 256."""
+    width: int
+    """Number of channels of the residual stream."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Number of query heads."""
+    kv_heads: int
+    """Number of key and value heads, a divisor of `heads`."""
+    head_dim: int
+    """Number of channels of a head; an even number."""
+    mlp_width: int
+    """Number of hidden channels of the MLP."""
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    """Kind of MLP: "swiglu" and "geglu" are gated and have three matrices, "gelu" has two."""
+    tied_head: bool = False
+    """Whether the embedding also serves as the output projection."""
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of `width`, as in Gemma."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have a bias, as in Qwen2."""
+    out_bias: bool = False
+    """Whether the projection from attention has a bias, as in gpt-oss."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised before they are rotated, as in Qwen3."""
+    qk_norm_over: Literal["head", "heads"] = "head"
+    """What such a norm takes the mean over: the channels of each head, or those of all heads, as in
+    OLMo 2."""
+    sinks: bool = False
+    """Whether each head has a learned logit that counts in the denominator of its softmax, as in
+    gpt-oss."""
+    softcap: float | None = None
+    """Cap c of the logits of attention, c * tanh(logit / c), as in Gemma 2. The default is none."""
+    output_softcap: float | None = None
+    """Cap of the logits of the next token, by the same formula. The default is none."""
+    scale_dim: int | None = None
+    """The logits of attention are scaled by scale_dim ** -0.5. The default is `head_dim`."""
+    norms: Literal["before", "both", "after"] = "before"
+    """Whether what attention and MLP take is normalised, what they add to the residual stream, as
+    in OLMo 2 ("after"), or both, as in Gemma 2."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + their scale, as in Gemma."""
+    norm_eps: float = 1e-6
+    """Number that norms add to the mean square."""
+    attention_gate: bool = False
+    """Whether a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
+    Qwen3.5."""
+    mixers: tuple[Literal["attention", "linear"], ...] = ("attention",)
+    """What each layer mixes tokens with: the list repeats. `linear linear linear attention` is
+    three layers of linear attention and one of attention, repeated, as in Qwen3.5."""
+    linear: LinearConfig = field(default_factory=LinearConfig)
+    """Layers of linear attention."""
+    feed_forwards: tuple[Literal["mlp", "experts"], ...] = ("mlp",)
+    """What follows attention in each layer: the list repeats. `mlp experts` is Llama 4, and
+    `experts` a model with experts in all layers."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Layers of experts."""
+    windows: tuple[int | Literal["none"], ...] = ("none",)
+    """Number of tokens that a token of each layer attends to, itself and those before it: the list
+    repeats, and `none` attends to all earlier tokens. `4096` is Mistral, and `512 512 512 none` is
+    three local layers and a global layer, repeated. Entries for layers of linear attention have no
+    effect, and neither have those of rope.bases."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary positions."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the activations; weights and logits are float32."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width"):
+            check_minimum(f"model.{name}", getattr(self, name), 1)
+        if self.heads % self.kv_heads:
+            raise InputError(
+                f"model.kv_heads must divide model.heads; got kv_heads={self.kv_heads}, "
+                f"heads={self.heads}. Use kv_heads={self.heads} or kv_heads=1."
+            )
+        if self.head_dim % 2:
+            raise InputError(
+                "model.head_dim must be even for rotary positions; got "
+                f"head_dim={self.head_dim}. Use {self.head_dim + 1}."
+            )
+        check_minimum("model.scale_dim", self.scale_dim, 1)
+        for name in ("softcap", "output_softcap"):
+            value, way_out = getattr(self, name), "Leave it out for none."
+            check_range(f"model.{name}", value, "above 0 and finite", way_out)
+        self._check_patterns()
+        check_range("model.norm_eps", self.norm_eps, "above 0 and below 1")
+
+    def _check_patterns(self) -> None:
+        """Raises unless the options of layers that differ fit each other."""
+        if not self.windows or any(x != "none" and not x >= 1 for x in self.windows):
+            raise InputError(
+                "model.windows must be one or more numbers from 1 on, or `none` for layers without "
+                f"a window; got windows={self.windows}. Leave it out for none."
+            )
+        patterns = {
+            "mixers": self.mixers,
+            "feed_forwards": self.feed_forwards,
+            "windows": self.windows,
+            "rope.bases": self.rope.bases,
+        }
+        for name, given in patterns.items():
+            if len(given) > self.layers:
+                raise InputError(
+                    f"model.{name} must have no more entries than the model has layers; got "
+                    f"{name}={given}, layers={self.layers}. Leave the last ones out."
+                )
+        if "attention" not in self.layer_mixers:
+            raise InputError(
+                "model.mixers must give one layer or more attention; got "
+                f"mixers={self.mixers}, layers={self.layers}. Leave it out for attention alone."
+            )
+        channels = self.rope.channels
+        if channels is not None and (channels % 2 or not 2 <= channels <= self.head_dim):
+            raise InputError(
+                "model.rope.channels must be even, at least 2 and at most model.head_dim; got "
+                f"channels={channels}, head_dim={self.head_dim}. Leave it out for all."
+            )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise InputError(
+                "model.qk_norm_over='heads' needs norms of queries and keys; got qk_norm=False. "
+                "Use --model.qk-norm, or leave it out."
+            )
+        self._check_linear()
+        given = _changed(self.experts)
+        if given and "experts" not in self.layer_feed_forwards:
+            raise InputError(
+                f"model.experts.{given[0]} needs layers of experts; got "
+                f"feed_forwards={self.feed_forwards}. Use --model.feed-forwards experts, or leave "
+                "it out."
+            )
+        stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"
+        if stretches_some and all(x is not None for x in self.attention_windows):
+            raise InputError(
+                "model.rope.stretches='global' needs layers without a window; got "
+                f"windows={self.windows}. Give model.windows a `none`, or use "
+                "--model.rope.stretches all."
+            )
+
+    def _check_linear(self) -> None:
+        """Raises unless the options of linear attention fit each other."""
+        given = _changed(self.linear)
+        if given and "linear" not in self.layer_mixers:
+            raise InputError(
+                f"model.linear.{given[0]} needs layers of linear attention; got "
+                f"mixers={self.mixers}. Use --model.mixers linear linear linear attention, or "
+                "leave it out."
+            )
+        heads: Any = self.linear_sizes.heads
+        key_heads: Any = self.linear_sizes.key_heads
+        if heads % key_heads:
+            raise InputError(
+                "model.linear.key_heads must divide model.linear.heads; got "
+                f"key_heads={key_heads}, heads={heads}. Use key_heads={heads} or key_heads=1."
+            )
+
+    @property
+    def layer_mixers(self) -> tuple[str, ...]:
+        """What each layer mixes tokens with: "attention" or "linear"."""
+        return _of_layers(self.mixers, self.layers)
+
+    @property
+    def layer_feed_forwards(self) -> tuple[str, ...]:
+        """The feed-forward of each layer: "mlp" or "experts"."""
+        return _of_layers(self.feed_forwards, self.layers)
+
+    @property
+    def expert_sizes(self) -> Any:
+        """`experts`, an `ExpertsConfig`, with all sizes."""
+        return replace(self.experts, width=self.experts.width or self.mlp_width)
+
+    @property
+    def linear_sizes(self) -> Any:
+        """`linear`, a `LinearConfig`, with all sizes."""
+        given = self.linear
+        heads, key_dim = given.heads or self.heads, given.key_dim or self.head_dim
+        return replace(
+            given,
+            heads=heads,
+            key_heads=given.key_heads or heads,
+            key_dim=key_dim,
+            value_dim=given.value_dim or key_dim,
+            norm_eps=given.norm_eps or self.norm_eps,
+        )
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None for a layer that attends to all earlier tokens."""
+        return _of_layers(self.windows, self.layers)
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers with attention."""
+        return self.of_attention(self.layer_windows)
+
+    def of_attention(self, entries: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those entries of a list for all layers that are for layers with attention."""
+        pairs = zip(self.layer_mixers, entries, strict=True)
+        return tuple(entry for mixer, entry in pairs if mixer == "attention")
+
+    @property
+    def has_one_window(self) -> bool:
+        """Whether all layers with attention have the same window, or none: it is then that of the
+        attention."""
+        return len(set(self.attention_windows)) <= 1
+
+    @property
+    def layer_bases(self) -> tuple[float | None, ...]:
+        """The base of the rotary positions of each layer; None for a layer without."""
+        return _of_layers(self.rope.bases, self.layers)
+
+
+def _changed(config: LinearConfig | ExpertsConfig) -> list[str]:
+    """The settings that are not their defaults."""
+    return [name for name, value in vars(config).items() if value != getattr(type(config), name)]
+
+
+def _of_layers(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:
+    """The entries of a list that repeats, for each layer; None for the word."""
+    entries = (pattern[i % len(pattern)] for i in range(layers if pattern else 0))
+    return tuple(None if entry == "none" else entry for entry in entries)
