@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from configs import RECIPES
-from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UserError
 from train import read_command_line
 from trainer.command_line import flag_of
@@ -255,9 +254,9 @@ def _check(config: TrainConfig) -> None:
 def _degrees(config: TrainConfig, flags: list[str]) -> dict[str, int]:
     """The degrees that are given: 1 for data, head and tensor is their default, unless a flag says
     so."""
-    degrees = {role: size for role, size in config.mesh.degrees.items() if size is not None}
-    asked = {role for role in ROLES if flag_of(flags, f"--mesh.{role}") is not None}
-    return {role: x for role, x in degrees.items() if x > 1 or role in asked}
+    degrees = config.mesh.degrees
+    asked = {role for role in degrees if flag_of(flags, f"--mesh.{role}") is not None}
+    return {role: x for role, x in degrees.items() if x is not None and (x > 1 or role in asked)}
 
 
 def _check_cluster_flags(args: argparse.Namespace) -> None:
