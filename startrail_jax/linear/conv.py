@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from startrail_jax.devices.degrees import Axis
-from startrail_jax.linear.halo import begins, kept, with_tokens_before
+from startrail_jax.linear.halo import begins, kept, slices_and_before
 from startrail_jax.rings import collectives
 from startrail_jax.tokens.layout import Layout
 
@@ -25,9 +25,21 @@ def conv_on_device(
     zigzag, extra = layout.kind == "zigzag", first.shape[1]
     number = None
     if ids is not None:
-        number = _documents(with_tokens_before(ids, _no_ids(ids, extra), axis, zigzag=zigzag))
-    inputs = with_tokens_before(x, first, axis, zigzag=zigzag, dtype=jnp.float32)
-    return _summed(inputs, kernel, number).astype(x.dtype).reshape(x.shape)
+        own, before = slices_and_before(ids, _no_ids(ids, extra), axis, zigzag=zigzag)
+        number = _documents(jnp.concatenate([before, own], 2))
+    # In float32, in which gradients are summed; messages have the type of x.
+    own, before = slices_and_before(x, first, axis, zigzag=zigzag, dtype=jnp.float32)
+
+    def filled(y: Array, front: int, back: int) -> Array:
+        return jnp.pad(y, [(0, 0)] * 2 + [(front, back)] + [(0, 0)] * (y.ndim - 3))
+
+    # Each token's gradient is then one sum, which XLA rounds as it is made: of an array with all
+    # inputs, it would keep the float32 gradient for both of its parts.
+    out = _summed(filled(own, extra, 0), kernel, number)
+    at_edge = None if number is None else number[..., : 2 * extra]
+    edge = _summed(filled(before, 0, extra), kernel, at_edge)
+    out = out + filled(edge, 0, out.shape[2] - extra)
+    return out.astype(x.dtype).reshape(x.shape)
 
 
 def conv_of_all(

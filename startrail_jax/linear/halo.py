@@ -12,18 +12,18 @@ from startrail_jax.devices.degrees import Axis
 from startrail_jax.rings import collectives
 
 
-def with_tokens_before(
+def slices_and_before(
     x: Shaped[Array, "b t *m"],
     first: Shaped[Array, "b e *m"],
     axis: Axis,
     *,
     zigzag: bool,
     dtype: Any = None,
-) -> Shaped[Array, "b s et *m"]:
-    """The slices of a device, p and 2P - 1 - p in zigzag order, behind the e tokens before them.
+) -> tuple[Shaped[Array, "b s _ *m"], Shaped[Array, "b s e *m"]]:
+    """The slices of a device, p and 2P - 1 - p in zigzag order, and the e tokens before each.
 
     Other devices send these, in one message, or two under zigzag. A slice has at least e tokens;
-    `first` stands before the first token of all. With a `dtype`, the result has it, and gradients
+    `first` stands before the first token of all. With a `dtype`, the results have it, and gradients
     are summed in it; messages have that of x.
     """
     n, p, extra = axis.degree, collectives.index(axis), first.shape[1]
@@ -35,7 +35,7 @@ def with_tokens_before(
     if zigzag:  # The late slice of the last device comes right after its early one.
         late = collectives.permute(tails[:, 1], axis, down) if n > 1 else tails[:, 0]
         before.append(jnp.where(p == n - 1, tails[:, 0], late))
-    return jnp.concatenate([jnp.stack(before, 1).astype(slices.dtype), slices], 2)
+    return slices, jnp.stack(before, 1).astype(slices.dtype)
 
 
 def pairs_along(n: int, distance: int, up: bool) -> list[tuple[int, int]]:
