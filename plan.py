@@ -28,9 +28,7 @@ from configs import RECIPES
 from startrail_jax.errors import InputError, UserError
 from train import read_command_line
 from trainer.command_line import flag_of
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.printable import printable, say
 from trainer.tasks import TASKS
 
@@ -217,7 +215,6 @@ def find_run(
     length = [] if seq_len is None else ["--seq-len", str(parse_count(seq_len, "--seq-len"))]
     if run in RECIPES or not is_file_model(run):
         config = _read([run, *flags, *length])
-        _check(config)
         sizes = replace(TASKS[config.kind].sizes(config), name=run)
         return Planned(sizes, (run, *flags), config)
     file = find_model(run, allow_unknown=allow_unknown)
@@ -229,34 +226,32 @@ def find_run(
         )
     if not changes:  # The file alone is faster to read than what `transformers` makes of it.
         config = _read([CARRIER, *flags])
-        _check(config)
         batch = config.batch_size
         sizes = replace(file.sizes, batch=batch, average=config.ema_decay is not None)
         return Planned(sizes, (*file.run, *flags) if file.run else (), config)
     config = _read([*file.run, *flags, *length])
-    _check(config)
     sizes = replace(TASKS[config.kind].sizes(config), name=run)
     return Planned(sizes if length else replace(sizes, seq_len=None), (*file.run, *flags), config)
 
 
 def _read(words: list[str]) -> TrainConfig:
-    return read_command_line(words).settings
-
-
-def _check(config: TrainConfig) -> None:
+    config = read_command_line(words).settings
     if config.optimizer.kind == "muon":
         raise InputError(
             "A plan needs optimizer.kind='adamw'; got 'muon', the memory of whose products is not "
             "predicted. Leave it out."
         )
+    return config
 
 
 def _degrees(config: TrainConfig, flags: list[str]) -> dict[str, int]:
-    """The degrees that are given: 1 for data, head and tensor is their default, unless a flag says
-    so."""
-    degrees = config.mesh.degrees
-    asked = {role for role in degrees if flag_of(flags, f"--mesh.{role}") is not None}
-    return {role: x for role, x in degrees.items() if x is not None and (x > 1 or role in asked)}
+    """The degrees that are given: as in a run, but a flag may ask for 1 of data, head or tensor."""
+    asked = {
+        role: degree
+        for role, degree in config.mesh.degrees.items()
+        if degree is not None and flag_of(flags, f"--mesh.{role}") is not None
+    }
+    return config.mesh.given_to_plan | asked
 
 
 def _check_cluster_flags(args: argparse.Namespace) -> None:

@@ -19,6 +19,8 @@ SHARDED_AXES = ("data", "ring", "group", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
 ROLES = (*SHARDED_AXES, "tensor")
 """All mesh axes, slowest first."""
+OPEN = ("group", "ring", "team")
+"""The degrees that may be left open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +164,15 @@ class MeshConfig:
         """The six degrees by their names; None where they are left open."""
         both = {} if self.c is None else {"team": self.c, "group": self.c}
         return {name: value for name, value in vars(self).items() if name in ROLES} | both
+
+    @property
+    def given_to_plan(self) -> dict[str, int]:
+        """The degrees that a plan must keep: of those that flags cannot leave open, all above 1."""
+        return {
+            name: degree
+            for name, degree in self.degrees.items()
+            if degree is not None and (degree > 1 or name in OPEN)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,9 @@ import startrail_jax as st
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UserError
 from startrail_jax.tokens.layout import Layout
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import OPEN, TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.degrees import OPEN, choose_degrees, given_order, given_to_plan
+from trainer.parallel.degrees import choose_degrees, given_order
 from trainer.parallel.splits import check_parts
 from trainer.parallel.step_sizes import chosen_step, step_limit
 from trainer.planner.documents import DocumentForecast, forecasts, sample, visible_shares
@@ -184,7 +182,7 @@ class Planner:
         batch = config.batch_size // config.gradient_accumulation
         objective = self.task.make_objective(config)
         call = Call(model=objective.sizes, seq_len=config.num_tokens, batch=batch, **of_call)
-        given = given_to_plan(config.mesh)
+        given = config.mesh.given_to_plan
         options = Search(
             degrees=given,
             zero=(config.zero,),

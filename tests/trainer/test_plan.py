@@ -22,9 +22,7 @@ from programs import check_first_step
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from train import read_command_line
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.families import FAMILIES
 from trainer.parallel.degrees import choose_degrees
@@ -626,6 +624,11 @@ def test_config_of_a_run_is_planned_as_it_is(tmp_path, capsys):
     _, told = asked(f"{tmp_path}/config.json {CLUSTER} {FEW} --mesh.head 8", capsys)
     assert (told["batch"], told["frugal"]["degrees"]["head"]) == (4, 8)
     assert trained(told["command"]).batch_size == 4
+    # A degree of 1 that a run names for team, group or ring is kept.
+    mesh = dataclasses.replace(config.mesh, team=1)
+    save_config(dataclasses.replace(config, mesh=mesh), tmp_path / "config.json")
+    _, told = asked(f"{tmp_path}/config.json {CLUSTER} {FEW}", capsys)
+    assert {x["degrees"]["team"] for x in told["ranked"]} == {1}
 
 
 def test_gpus_have_the_peak_of_the_program():

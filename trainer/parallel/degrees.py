@@ -17,12 +17,7 @@ from startrail_jax.traffic.algorithms import GLOO, NCCL, Algorithm
 from startrail_jax.traffic.cost import communication
 from startrail_jax.traffic.ports import cheapest_order, messages
 from startrail_jax.traffic.settings import all_degrees
-from trainer.config import (
-    MeshConfig,
-)
-
-# The degrees that may be left open.
-OPEN = ("group", "ring", "team")
+from trainer.config import OPEN, MeshConfig
 
 
 def choose_degrees(
@@ -57,15 +52,6 @@ def choose_degrees(
     return min(settings, key=lambda degrees: (costs[degrees], tie(degrees)))
 
 
-def given_to_plan(mesh: MeshConfig) -> dict[str, int]:
-    """The degrees that a plan must keep: of those that flags cannot leave open, all above 1."""
-    return {
-        name: degree
-        for name, degree in mesh.degrees.items()
-        if degree is not None and (degree > 1 or name in OPEN)
-    }
-
-
 def keep_degrees(
     mesh: MeshConfig,
     num_devices: int,
@@ -77,7 +63,7 @@ def keep_degrees(
     `planned`, the planner chose `former`, so that degrees of 1 may be open."""
     if former is None:
         return None
-    given = given_to_plan(mesh) if planned else _given(mesh)
+    given = mesh.given_to_plan if planned else _given(mesh)
     fits = given.items() <= former.items() and math.prod(former.values()) == num_devices
     return Degrees(**former) if fits and set(former) == set(mesh.degrees) else None
 
