@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -10,11 +11,10 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 import startrail_jax as st
-from programs import make_program, options
+import train
+from programs import make_program, options, shared_programs
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config, peft_tensors
@@ -49,6 +49,30 @@ def make_config(folder, **changes):
     return dataclasses.replace(
         config, model=model, data=data, batch_size=2, seq_len=32, zero=0, remat="none", **changes
     )
+
+
+@contextmanager
+def three_steps(folder, **changes):
+    """The config and the losses of a run of three steps from a pretrained model, which is gone
+    then."""
+    model = shutil.copytree(REFERENCES / "llama", folder / "model")
+    tokens = reference_of("llama")["tokens"]
+    (folder / "data").mkdir()
+    for name in ("train", "val"):
+        np.save(folder / "data" / f"{name}.npy", tokens.ravel().astype(np.uint16))
+    config = make_config(model, steps=3, run_dir=folder / "run", tensorboard=False, **changes)
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=(folder / "data",)),
+        zero=3,
+        validation_sequences=1,
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=3e-2),
+        checkpoint=dataclasses.replace(config.checkpoint, every=2),
+    )
+    with shared_programs():
+        losses = train.train(config)
+        (model / "model.safetensors").rename(folder / "model.safetensors")
+        yield config, losses
 
 
 def with_adapters(family, targets, folder, size=1.0):

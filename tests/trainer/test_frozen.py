@@ -22,15 +22,11 @@ from programs import (
     make_dit_config,
     make_program,
     make_wan_config,
-    shared_programs,
     train_steps,
 )
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import (
-    LoraConfig,
-    OptimizerConfig,
-)
+from trainer.config import LoraConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
@@ -204,34 +200,10 @@ def named_shapes(tree):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of three steps over two devices from a pretrained model, which is gone then."""
     folder = tmp_path_factory.mktemp("frozen")
-    model = shutil.copytree(pretrained.REFERENCES / "llama", folder / "model")
-    tokens = pretrained.reference_of("llama")["tokens"]
-    (folder / "data").mkdir()
-    for name in ("train", "val"):
-        np.save(folder / "data" / f"{name}.npy", tokens.ravel().astype(np.uint16))
-    config = pretrained.make_config(
-        model,
-        steps=3,
-        devices=2,
-        run_dir=folder / "run",
-        tensorboard=False,
-        frozen=("embed*", "*/mlp/*"),
-        ema_decay=0.5,
-    )
-    config = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, path=(folder / "data",)),
-        zero=3,
-        validation_sequences=1,
-        optimizer=dataclasses.replace(config.optimizer, learning_rate=3e-2),
-        checkpoint=dataclasses.replace(config.checkpoint, every=2),
-    )
-    with shared_programs():
-        losses = train.train(config)
-        (model / "model.safetensors").rename(folder / "model.safetensors")
-        yield config, losses
+    changes = dict(devices=2, frozen=("embed*", "*/mlp/*"), ema_decay=0.5)
+    with pretrained.three_steps(folder, **changes) as run_and_losses:
+        yield run_and_losses
 
 
 def test_run_goes_on_to_the_same_bits_and_is_exported_whole(run, tmp_path):

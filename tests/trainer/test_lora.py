@@ -18,13 +18,11 @@ import sample
 import startrail_jax as st
 import train
 from models.config import ExpertsConfig, RopeConfig
-from programs import SMALL, make_config, make_program, shared_programs, train_steps
+from programs import SMALL, make_config, make_program, train_steps
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.checkpoints.reading import CheckpointError
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
@@ -139,33 +137,10 @@ def test_frozen_weights_have_no_gradient_and_no_wide_copy():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of three steps over eight devices from a pretrained model, which is gone then."""
+    lora = LoraConfig(rank=3, alpha=5.0, targets=ALL, base_dtype="bfloat16")
     folder = tmp_path_factory.mktemp("lora")
-    model = shutil.copytree(pretrained.REFERENCES / "llama", folder / "model")
-    tokens = pretrained.reference_of("llama")["tokens"]
-    (folder / "data").mkdir()
-    for name in ("train", "val"):
-        np.save(folder / "data" / f"{name}.npy", tokens.ravel().astype(np.uint16))
-    config = pretrained.make_config(
-        model,
-        steps=3,
-        devices=8,
-        run_dir=folder / "run",
-        tensorboard=False,
-        lora=LoraConfig(rank=3, alpha=5.0, targets=ALL, base_dtype="bfloat16"),
-    )
-    config = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, path=(folder / "data",)),
-        zero=3,
-        validation_sequences=1,
-        optimizer=dataclasses.replace(config.optimizer, learning_rate=3e-2),
-        checkpoint=dataclasses.replace(config.checkpoint, every=2),
-    )
-    with shared_programs():
-        losses = train.train(config).train
-        (model / "model.safetensors").rename(folder / "model.safetensors")
-        yield config, losses
+    with pretrained.three_steps(folder, devices=8, lora=lora) as (config, losses):
+        yield config, losses.train
 
 
 @pytest.mark.slow

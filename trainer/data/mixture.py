@@ -45,8 +45,8 @@ class Mixture:
         return sum(map(len, self.sources))
 
     def __getitem__(self, index: int) -> Any:
-        source = int(np.searchsorted(ends := self.ends, index, side="right"))
-        return self.sources[source][int(index - (ends[source - 1] if source else 0))]
+        source, number = locate(self.ends, index)
+        return self.sources[source][number]
 
     @property
     def ends(self) -> Int64[np.ndarray, " sources"]:
@@ -65,6 +65,12 @@ class Mixture:
         shares, sizes = drawn(count, self.weights), map(len, self.sources)
         parts = [np.arange(n) * size // max(n, 1) for n, size in zip(shares, sizes, strict=True)]
         return np.concatenate([x + y for x, y in zip(parts, (0, *self.ends[:-1]), strict=True)])
+
+
+def locate(ends: Int64[np.ndarray, " sources"], index: int) -> tuple[int, int]:
+    """The source of a number, and the number in it, where the numbers of sources end at `ends`."""
+    source = int(np.searchsorted(ends, index, side="right"))
+    return source, index - int(ends[source - 1] if source else 0)
 
 
 def mixed_epochs(

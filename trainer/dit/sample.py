@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,10 +16,7 @@ from jaxtyping import Array, Float32
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
-from trainer.config import (
-    SHARDED_AXES,
-    MeshConfig,
-)
+from trainer.config import SHARDED_AXES, MeshConfig
 from trainer.dit.config import DiTTrainConfig, ImageOptions
 from trainer.dit.diffusion import SAMPLERS, Predict, sample
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
@@ -82,10 +80,8 @@ class GridSampler:
         if jax.process_index() == 0:
             with writing(run_dir):
                 path.parent.mkdir(exist_ok=True)
-                part = path.with_name(f"{path.name}.part")
-                with part.open("wb") as file:
-                    self._grid.write(images, file, suffix)
-                part.replace(path)
+                with _written_beside(path, lambda x: self._grid.write(images, x, suffix)) as part:
+                    part.replace(path)
         return (f"{len(images)} {'latents' if suffix == '.npz' else 'images'}: {path}",)
 
 
@@ -168,10 +164,7 @@ def _config_to_draw(config: Any, attention: st.Attention, rows: int) -> Any:
 def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
     """Writes a file in a place where there is none, and returns the place: if `path` exists, it is
     name-2.suffix, name-3.suffix and so on. No reader sees a part of the file."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            write(file)
+    with _written_beside(path, write) as part:
         place, number = path, 1
         while True:
             try:
@@ -180,6 +173,16 @@ def save_new(path: Path, write: Callable[[IO[bytes]], None]) -> Path:
             except FileExistsError:
                 number += 1
                 place = path.with_stem(f"{path.stem}-{number}")
+
+
+@contextmanager
+def _written_beside(path: Path, write: Callable[[IO[bytes]], None]) -> Iterator[Path]:
+    """A whole file beside a path, to be moved there."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            write(file)
+        yield part
     finally:
         part.unlink(missing_ok=True)
 

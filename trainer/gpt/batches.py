@@ -19,6 +19,7 @@ from jaxtyping import Array, Float32, Int32, Integer
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data.dataset import Dataset
+from trainer.data.mixture import locate
 from trainer.data.order import NO_EXAMPLE
 from trainer.gpt.chat.stops import keep_stops
 from trainer.gpt.corpus import Corpus, Stream
@@ -91,9 +92,8 @@ class Sequences:
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
         """The T + 1 tokens of sequence `index`; `PADDING` after the last one of a short stream."""
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        first = int(self._ends[which - 1]) if which else 0
-        start = (index - first) * self._seq_len
+        which, number = locate(self._ends, index)
+        start = number * self._seq_len
         tokens = self._streams[which].read(start, start + self._seq_len + 1)
         missing = self._seq_len + 1 - len(tokens)
         return np.pad(tokens, (0, missing), constant_values=PADDING)

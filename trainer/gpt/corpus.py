@@ -38,9 +38,7 @@ from trainer.data.files import (
     standard_library,
     without,
 )
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.gpt.encoding import (
     Text,
     check_lengths,
@@ -330,7 +328,6 @@ def joined(corpora: Sequence[Corpus], weights: Sequence[Fraction]) -> Corpus:
         first,
         train=tuple(stream for x in corpora for stream in x.train),
         held_out=tuple(stream for x in corpora for stream in x.held_out),
-        description="\n".join(x.description for x in corpora),
         digest=hashlib.sha256(digests.encode()).hexdigest()[:16],
         tokens=hashlib.sha256(tokens.encode()).hexdigest() if first.tokens else None,
         stops=tuple(sorted({stop for x in corpora for stop in x.stops})),

@@ -16,7 +16,7 @@ from jaxtyping import Int32, Int64, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.data.mixture import mixed_epochs
+from trainer.data.mixture import locate, mixed_epochs
 from trainer.gpt.batches import PADDING, TokenBatch
 from trainer.gpt.corpus import Stream
 
@@ -72,8 +72,8 @@ def mixed_documents(
     ends = np.cumsum([len(x) for x in lengths])
 
     def read(number: int) -> tuple[Int32[np.ndarray, " length"], Any]:
-        source = int(np.searchsorted(ends, number, side="right"))
-        return several[source].read(number - int(ends[source] - len(lengths[source])))
+        source, own = locate(ends, number)
+        return several[source].read(own)
 
     return TokenDocuments(
         lengths=np.concatenate(lengths),

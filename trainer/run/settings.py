@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from startrail_jax.errors import InputError
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.durable import replace_text
 from trainer.places import check_on_disk, text_of, way_to
 
@@ -132,7 +130,7 @@ def flag_value(value: Any) -> str:
 def _word(value: Any) -> str:
     """A value as a word of the command line, in quotes if a shell would put names of files in its
     place."""
-    text = text_of(value) if isinstance(value, Path) else str(value)
+    text = flag_value(value)
     return shlex.quote(text) if any(x in text for x in "*?[") else text
 
 
