@@ -30,9 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.command_line import Command, exit_with_usage_error, parse
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.run.commands import command as advised
 from trainer.run.settings import KIND_WITHOUT_NAME, config_of
 from trainer.tasks import TASKS, load_train_config

@@ -36,10 +36,7 @@ from trainer.command_line import (
     flag_of,
     parse_run,
 )
-from trainer.config import (
-    Distributed,
-    TrainConfig,
-)
+from trainer.config import Distributed, TrainConfig
 from trainer.places import require_there
 from trainer.printable import say
 from trainer.run.commands import command

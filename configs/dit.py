@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from trainer.config import (
-    OptimizerConfig,
-)
+from trainer.config import OptimizerConfig
 from trainer.dit.config import DiffusionConfig, DiTConfig, DiTTrainConfig
 
 

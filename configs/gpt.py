@@ -5,15 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
-from trainer.config import (
-    AttentionConfig,
-    OptimizerConfig,
-)
-from trainer.gpt.config import (
-    DataConfig,
-    GPTTrainConfig,
-    TextSampleConfig,
-)
+from trainer.config import AttentionConfig, OptimizerConfig
+from trainer.gpt.config import DataConfig, GPTTrainConfig, TextSampleConfig
 
 
 def gpt_tiny() -> GPTTrainConfig:

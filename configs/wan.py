@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from trainer.config import (
-    OptimizerConfig,
-)
+from trainer.config import OptimizerConfig
 from trainer.dit.wan.config import FlowConfig, WanConfig, WanTrainConfig
 
 

@@ -20,14 +20,10 @@ from models.hooks import Hooks
 from startrail_jax.devices.degrees import ROLES
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.checksums import Checksums
-from trainer.config import (
-    OptimizerConfig,
-)
+from trainer.config import OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
-from trainer.gpt.config import (
-    GPTTrainConfig,
-)
+from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.checks import check_step, make_attention, make_partition
 from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program

@@ -18,10 +18,7 @@ from tyro.constructors import (
 )
 
 from startrail_jax.errors import InputError
-from trainer.config import (
-    ENDLESS,
-    Distributed,
-)
+from trainer.config import ENDLESS, Distributed
 from trainer.printable import say
 
 Settings = TypeVar("Settings")

@@ -16,9 +16,7 @@ from jaxtyping import Array, Float, Float32
 from models.hooks import Hooks
 from models.lora import add_adapters
 from startrail_jax.tokens.layout import Layout
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.planner.models import ModelSizes
 
 

@@ -23,11 +23,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer.command_line import Command, exit_with_usage_error, parse_run
-from trainer.config import (
-    SHARDED_AXES,
-    Distributed,
-    TrainConfig,
-)
+from trainer.config import SHARDED_AXES, Distributed, TrainConfig
 from trainer.printable import printable
 from trainer.tasks import TASKS, pretrained
 

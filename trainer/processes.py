@@ -24,9 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from startrail_jax.errors import InputError
-from trainer.config import (
-    Distributed,
-)
+from trainer.config import Distributed
 from trainer.data.dataset import Dataset
 from trainer.errors import RunError
 from trainer.printable import say

@@ -15,10 +15,7 @@ from jax.sharding import Mesh
 import startrail_jax as st
 from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
-from trainer.config import (
-    Distributed,
-    MeshConfig,
-)
+from trainer.config import Distributed, MeshConfig
 from trainer.parallel.degrees import (
     choose_degrees,
     choose_order,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.config import (
-    LoraConfig,
-    TrainConfig,
-)
+from trainer.config import LoraConfig, TrainConfig
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element."""

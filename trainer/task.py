@@ -12,10 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from trainer.config import (
-    MeshConfig,
-    TrainConfig,
-)
+from trainer.config import MeshConfig, TrainConfig
 from trainer.data.dataset import Dataset
 
 

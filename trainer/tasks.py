@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.dit.task import DiTTask
 from trainer.dit.wan.task import WanTask
 from trainer.gpt.task import GPTTask

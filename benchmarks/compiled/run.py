@@ -50,9 +50,7 @@ from benchmarks.compiled.deviceless import gpu_topology, target_names
 from benchmarks.compiled.roofline import BACKWARD, Collective, Roofline, read_roofline
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from train import read_command_line
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.parallel.checks import make_attention
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step import Program

@@ -8,9 +8,7 @@ from benchmarks.compiled.run import lowered_step
 from gpu_compiler import needs_gpu_compiler
 from programs import make_config
 from startrail_jax.devices.degrees import Degrees
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.planner.hardware import GPUS
 
 H100 = GPUS["h100"]

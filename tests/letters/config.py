@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.task import SampleOptions
 
 

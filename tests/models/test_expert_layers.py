@@ -9,15 +9,7 @@ import pytest
 from flax import nnx
 
 from models.config import ExpertsConfig
-from models.experts import (
-    Experts,
-    _Dispatch,
-    _expert,
-    by_dispatch,
-    by_group,
-    tile_rows,
-    tiles_of,
-)
+from models.experts import Experts, _Dispatch, _expert, by_dispatch, by_group, tile_rows, tiles_of
 from models.lora import narrow_matrices
 
 SCALE = 0.75

@@ -30,9 +30,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import startrail_jax as st
 from programs import make_program, make_wan_config
 from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.dit.drawing import Below, Drawing
 from trainer.dit.flow_steps import euler, unipc
 from trainer.dit.wan.batches import padded_text

@@ -18,15 +18,11 @@ from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from train import read_command_line
 from trainer import pretrained
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.data import slices
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.chat.corpus import open_examples
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpora
 from trainer.gpt.pretrained import defaults
 from trainer.gpt.pretrained.defaults import ending_of, eos_of, with_model_of

@@ -20,11 +20,7 @@ from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.chat.forms import has_examples
 from trainer.gpt.chat.packing import PADDING, EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.config import (
-    DataConfig,
-    TextOptions,
-    TextSampleConfig,
-)
+from trainer.gpt.config import DataConfig, TextOptions, TextSampleConfig
 from trainer.gpt.corpus import open_corpora
 from trainer.gpt.sample import prompt_tokens, stops_of_run, template_of_run
 from trainer.gpt.task import GPTTask

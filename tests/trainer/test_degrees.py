@@ -13,10 +13,7 @@ from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
 from startrail_jax.traffic.settings import all_degrees
-from trainer.config import (
-    AttentionConfig,
-    MeshConfig,
-)
+from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.degrees import choose_degrees, choose_order, describe_nodes, keep_degrees
 from trainer.parallel.step_sizes import footprint

@@ -9,10 +9,7 @@ from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import session as sessions
-from trainer.config import (
-    Distributed,
-    MeshConfig,
-)
+from trainer.config import Distributed, MeshConfig
 from trainer.processes import select_devices, unused_gpus
 from trainer.session import joined
 from trainer.task import SampleOptions

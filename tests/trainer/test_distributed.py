@@ -17,9 +17,7 @@ from programs import REPOSITORY, change_checksum, records_of, shared_programs
 from refusals import refused
 from tests.faults import failures
 from trainer import processes
-from trainer.config import (
-    Distributed,
-)
+from trainer.config import Distributed
 from trainer.errors import RunError
 from trainer.processes import gather, require_same_flags, together
 from trainer.run import lost
@@ -37,9 +35,7 @@ STARTING = """
 import time
 import jax
 from pathlib import Path
-from trainer.config import (
-    Distributed,
-)
+from trainer.config import Distributed
 from trainer.processes import first_does, gather, together
 made = Path({folder!r}, "made")
 with together(Distributed({options}), Path({folder!r})):
@@ -194,9 +190,7 @@ FAILING = """
 import sys, time
 import jax
 from pathlib import Path
-from trainer.config import (
-    Distributed,
-)
+from trainer.config import Distributed
 from trainer.processes import first_does, together
 with together(Distributed({options}), Path({folder!r})):
     jax.devices()

@@ -20,21 +20,13 @@ from startrail_jax.errors import InputError
 from startrail_jax.masks import Window
 from startrail_jax.tokens.layout import Layout
 from tests.faults import failures
-from trainer.config import (
-    AttentionConfig,
-    LoraConfig,
-    MeshConfig,
-    OptimizerConfig,
-)
+from trainer.config import AttentionConfig, LoraConfig, MeshConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.data.dataset import Dataset
 from trainer.data.order import PartBatches
 from trainer.gpt.batches import PADDING, in_layout_order, next_token_batch
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples
-from trainer.gpt.config import (
-    DataConfig,
-    TextSampleConfig,
-)
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.corpus import Stream, open_corpora
 from trainer.gpt.documents import text_documents
 from trainer.gpt.objective import NextToken

@@ -6,9 +6,7 @@ import pytest
 
 from configs.gpt import gpt_tiny
 from models.config import GPTConfig
-from trainer.gpt.config import (
-    TextSampleConfig,
-)
+from trainer.gpt.config import TextSampleConfig
 from trainer.gpt.objective import NextToken
 from trainer.parallel.flops import peak_flops
 

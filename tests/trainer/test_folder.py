@@ -16,14 +16,9 @@ from configs.gpt import gpt_tiny
 from programs import REPOSITORY
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import (
-    CheckpointConfig,
-    MeshConfig,
-)
+from trainer.config import CheckpointConfig, MeshConfig
 from trainer.errors import RunError, StorageError
-from trainer.gpt.config import (
-    GPTTrainConfig,
-)
+from trainer.gpt.config import GPTTrainConfig
 from trainer.run.folder import open_run, require_writable
 from trainer.run.settings import FREE_SETTINGS, flag_text, load_config, save_config, settings_of
 

@@ -22,13 +22,8 @@ from programs import (
     saved_by_layers,
 )
 from startrail_jax.xla.compiler import offload_options
-from trainer.config import (
-    AttentionConfig,
-    LoraConfig,
-)
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.config import AttentionConfig, LoraConfig
+from trainer.gpt.config import DataConfig
 from trainer.parallel import step_sizes
 from trainer.parallel.state import batch_shapes, bytes_of_device, describe_memory
 from trainer.planner import step as planner_step

@@ -15,9 +15,7 @@ from models.gpt import GPT
 from programs import SMALL, make_config
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.gpt.config import (
-    attention_of,
-)
+from trainer.gpt.config import attention_of
 from trainer.gpt.generation import Generator
 from trainer.gpt.token_choice import Sampling
 from trainer.parallel.partition import Partition

@@ -16,10 +16,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data import documents, files
 from trainer.gpt import corpus, encoding
-from trainer.gpt.config import (
-    DataConfig,
-    TextSampleConfig,
-)
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.encoding import share_of_key
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer

@@ -33,16 +33,10 @@ from refusals import refused, usage_error
 from startrail_jax.errors import InputError
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.reading import restore_weights
-from trainer.config import (
-    MeshConfig,
-)
+from trainer.config import MeshConfig
 from trainer.data import files
 from trainer.gpt import sample as text_samples
-from trainer.gpt.config import (
-    DataConfig,
-    TextOptions,
-    TextSampleConfig,
-)
+from trainer.gpt.config import DataConfig, TextOptions, TextSampleConfig
 from trainer.gpt.corpus import Corpus, Stream
 from trainer.gpt.sample import Continuation, prompt_tokens, stops_of_run
 from trainer.gpt.text import IdTokenizer, TextStream, encode_prompt, open_tokenizer

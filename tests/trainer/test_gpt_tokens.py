@@ -24,10 +24,7 @@ from trainer.data.documents import Document
 from trainer.data.slices import Slicer
 from trainer.errors import StorageError
 from trainer.gpt import encoding
-from trainer.gpt.config import (
-    DataConfig,
-    TextSampleConfig,
-)
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.corpus import open_corpora
 from trainer.gpt.task import GPTTask
 from trainer.gpt.tokenize import main

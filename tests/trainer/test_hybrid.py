@@ -24,17 +24,10 @@ from programs import (
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import (
-    AttentionConfig,
-    LoraConfig,
-    OptimizerConfig,
-)
+from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import (
-    DataConfig,
-    attention_of,
-)
+from trainer.gpt.config import DataConfig, attention_of
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling

@@ -10,9 +10,7 @@ import train
 from configs.gpt import gpt_tiny
 from models.config import GPTConfig
 from trainer.gpt import sample as sampling
-from trainer.gpt.config import (
-    TextSampleConfig,
-)
+from trainer.gpt.config import TextSampleConfig
 from trainer.run.interruption import SIGNALS, interruption
 
 

@@ -12,9 +12,7 @@ from benchmarks.compiled.roofline import ENTRY, read_roofline
 from gpu_compiler import needs_gpu_compiler
 from programs import compile_gradients, compile_step, make_config, make_program, weight_shapes
 from startrail_jax.analysis import hlo
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.parallel.step_sizes import footprint
 from trainer.planner.hardware import GPUS
 

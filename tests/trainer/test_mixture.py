@@ -17,10 +17,7 @@ from startrail_jax.tokens.documents import PartStream
 from startrail_jax.tokens.layout import Layout
 from trainer.data.mixture import Mixture, drawn, fractions_of, mixed_epochs
 from trainer.data.order import TrainingBatches, validation_batches
-from trainer.gpt.config import (
-    DataConfig,
-    TextSampleConfig,
-)
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.dataset import open_dataset
 
 pytestmark = pytest.mark.quick

@@ -11,9 +11,7 @@ import startrail_jax as st
 from configs import RECIPES
 from programs import SMALL, make_config, make_program, train_steps
 from train import read_command_line
-from trainer.config import (
-    OptimizerConfig,
-)
+from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.parallel.optimizer import learning_rate, make_optimizer

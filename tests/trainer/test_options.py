@@ -10,14 +10,10 @@ import train
 from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import (
-    Distributed,
-)
+from trainer.config import Distributed
 from trainer.data.files import find_files
 from trainer.dit.config import ImageConfig
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.run.settings import save_config
 
 pytestmark = pytest.mark.quick

@@ -17,17 +17,8 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from train import read_command_line, train
 from trainer import planning
-from trainer.config import (
-    AttentionConfig,
-    Distributed,
-    LoraConfig,
-    MeshConfig,
-    OptimizerConfig,
-)
-from trainer.gpt.config import (
-    DataConfig,
-    TextSampleConfig,
-)
+from trainer.config import AttentionConfig, Distributed, LoraConfig, MeshConfig, OptimizerConfig
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step_sizes import SURE, chosen_step, footprint, step_limit
 from trainer.planner.hardware import GPUS, Cluster

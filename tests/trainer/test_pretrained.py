@@ -30,16 +30,11 @@ from tests.faults import failures
 from trainer import durable
 from trainer.checkpoints.checksums import Checksums
 from trainer.checkpoints.reading import CheckpointError
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.data.opening import read_object
 from trainer.errors import NonFiniteError, StorageError
 from trainer.gpt.chat.stops import keep_stops
-from trainer.gpt.config import (
-    DataConfig,
-    TextOptions,
-)
+from trainer.gpt.config import DataConfig, TextOptions
 from trainer.gpt.export import __main__ as export_command
 from trainer.gpt.export.writing import config_values, export_run, files_beside_weights, token_ids
 from trainer.gpt.pretrained.config_json import (

@@ -6,14 +6,9 @@ from configs.dit import dit_digits
 from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import (
-    Distributed,
-    MeshConfig,
-)
+from trainer.config import Distributed, MeshConfig
 from trainer.dit.config import ImageOptions
-from trainer.gpt.config import (
-    TextOptions,
-)
+from trainer.gpt.config import TextOptions
 from trainer.run.settings import names_of_paths
 from trainer.session import joined
 from trainer.task import SampleOptions

@@ -13,14 +13,8 @@ from configs.gpt import gpt_tiny
 from models.config import RopeConfig
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import (
-    MeshConfig,
-)
-from trainer.gpt.config import (
-    DataConfig,
-    GPTTrainConfig,
-    TextSampleConfig,
-)
+from trainer.config import MeshConfig
+from trainer.gpt.config import DataConfig, GPTTrainConfig, TextSampleConfig
 from trainer.run.settings import load_config, read_kind, save_config
 
 pytestmark = pytest.mark.quick

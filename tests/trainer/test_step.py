@@ -20,15 +20,10 @@ from models.gpt import GPT
 from programs import SMALL, learnable_tokens, make_config, placed, train_steps
 from programs import make_program as program_of
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.config import (
-    AttentionConfig,
-    OptimizerConfig,
-)
+from trainer.config import AttentionConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.parallel.optimizer import make_optimizer
 from trainer.parallel.remat import rematerialised
 

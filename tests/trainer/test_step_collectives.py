@@ -8,9 +8,7 @@ import pytest
 import startrail_jax as st
 from programs import compile_gradients, make_config, make_program, weight_shapes
 from startrail_jax.analysis.hlo import COLLECTIVES, read_traffic
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 
 # Without a ring, whose rounds would only make the programs longer.
 DEGREES = st.Degrees(data=2, group=2, team=2)

@@ -16,9 +16,7 @@ from startrail_jax.tokens.layout import Layout
 from trainer.data.files import find_files
 from trainer.errors import MissingPackageError
 from trainer.gpt.chat.corpus import open_examples
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpora
 
 ROWS = [{"text": f"the {i}th text, ünd ß" * (i % 3), "id": i} for i in range(600)]

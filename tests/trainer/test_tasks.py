@@ -25,9 +25,7 @@ from programs import interrupt_after, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import planning, tasks
-from trainer.config import (
-    OptimizerConfig,
-)
+from trainer.config import OptimizerConfig
 from trainer.parallel.step_sizes import footprint, step_sizes
 from trainer.planner.config_json import is_file_model
 from trainer.planner.hardware import GPUS, Cluster

@@ -12,10 +12,7 @@ import pytest
 from programs import logged_steps, make_config
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import (
-    MlflowConfig,
-    WandbConfig,
-)
+from trainer.config import MlflowConfig, WandbConfig
 from trainer.errors import MissingPackageError, RunError
 from trainer.run.metrics import Reporter
 from trainer.run.settings import result_flags

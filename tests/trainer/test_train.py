@@ -17,14 +17,8 @@ from models.config import RopeConfig
 from programs import interrupt_after, logged_steps, run_python
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
-from trainer.config import (
-    AttentionConfig,
-    MeshConfig,
-)
-from trainer.gpt.config import (
-    GPTTrainConfig,
-    TextSampleConfig,
-)
+from trainer.config import AttentionConfig, MeshConfig
+from trainer.gpt.config import GPTTrainConfig, TextSampleConfig
 from trainer.run.folder import current_versions
 
 pytestmark = pytest.mark.usefixtures("shared")

@@ -17,10 +17,7 @@ from programs import make_program, make_wan_config
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from train import read_command_line
-from trainer.config import (
-    LoraConfig,
-    MeshConfig,
-)
+from trainer.config import LoraConfig, MeshConfig
 from trainer.dit.export import main as export
 from trainer.dit.wan.config import FlowConfig
 from trainer.dit.wan.config_json import DEFAULTS, model_of, read_config, to_values

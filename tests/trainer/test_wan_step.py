@@ -16,9 +16,7 @@ from programs import make_program as program_of
 from programs import make_wan_config, train_steps
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.data.batches import place
 from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.config import ClipConfig, FlowConfig

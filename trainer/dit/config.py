@@ -13,10 +13,7 @@ from typing import Any, ClassVar, Literal
 from models.checks import check_minimum, check_range
 from models.sizes import check_dit_width
 from startrail_jax.errors import InputError
-from trainer.config import (
-    SampleConfig,
-    TrainConfig,
-)
+from trainer.config import SampleConfig, TrainConfig
 from trainer.places import check_on_disk
 from trainer.task import SampleOptions
 

@@ -11,11 +11,7 @@ from typing import Any, ClassVar, Literal
 from models.checks import check_minimum, check_range
 from models.config import GPTConfig
 from startrail_jax.errors import InputError
-from trainer.config import (
-    LoraConfig,
-    SampleConfig,
-    TrainConfig,
-)
+from trainer.config import LoraConfig, SampleConfig, TrainConfig
 from trainer.places import check_folder, check_on_disk
 from trainer.task import SampleOptions
 

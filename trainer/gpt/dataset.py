@@ -12,9 +12,7 @@ from trainer.data.mixture import Mixture, drawn, fractions_of
 from trainer.gpt.batches import Sequences, TextDataset, collate
 from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.chat.forms import has_examples
-from trainer.gpt.config import (
-    GPTTrainConfig,
-)
+from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.corpus import Corpus, joined, open_corpora
 from trainer.gpt.documents import (
     TokenDocuments,

@@ -25,9 +25,7 @@ from trainer.data.documents import Document, read_documents, read_text
 from trainer.data.files import Files, map_tokens
 from trainer.data.progress_bar import shown_progress
 from trainer.data.slices import Slicer
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import ByteTokenizer, FileTokenizer
 
 # Number of characters that are tokenised at a time: enough to use all cores, and little memory.

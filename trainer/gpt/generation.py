@@ -30,9 +30,7 @@ from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.varying import vary
-from trainer.gpt.config import (
-    GPTTrainConfig,
-)
+from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling, choose_token
 from trainer.parallel.partition import STACKED, Partition

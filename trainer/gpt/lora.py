@@ -14,9 +14,7 @@ from models.config import GPTConfig
 from models.layers import ADAPTERS
 from models.periods import layers_of
 from startrail_jax.errors import InputError
-from trainer.gpt.config import (
-    GPTTrainConfig,
-)
+from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import without_losses
 from trainer.gpt.pretrained.tensors import BY_KEY_HEAD, tables
 from trainer.parallel.partition import counts_experts

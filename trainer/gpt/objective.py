@@ -17,13 +17,9 @@ from models.gpt import GPT
 from models.hooks import Hooks
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
-from trainer.gpt.config import (
-    GPTTrainConfig,
-)
+from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.sizes import sizes_of
 from trainer.objective import Objective, add_lora
 from trainer.parallel.frozen import with_frozen

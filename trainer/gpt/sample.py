@@ -17,12 +17,7 @@ from trainer.data.documents import Document
 from trainer.data.files import holds_tokens
 from trainer.gpt.chat.stops import read_stops
 from trainer.gpt.chat.template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
-from trainer.gpt.config import (
-    TOKENIZER,
-    GPTTrainConfig,
-    TextOptions,
-    attention_of,
-)
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextOptions, attention_of
 from trainer.gpt.corpus import Corpus
 from trainer.gpt.generation import Generator
 from trainer.gpt.pretrained.defaults import eos_of, kept_folder, kept_tokenizer, require_bytes

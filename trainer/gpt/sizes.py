@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from startrail_jax.patterns import shortest
-from trainer.gpt.config import (
-    GPTTrainConfig,
-)
+from trainer.gpt.config import GPTTrainConfig
 from trainer.planner.models import LinearSizes, ModelSizes, MoESizes
 from trainer.sizes import common_sizes
 

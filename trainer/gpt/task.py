@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.dataset import Dataset
-from trainer.gpt.config import (
-    GPTTrainConfig,
-    TextOptions,
-)
+from trainer.gpt.config import GPTTrainConfig, TextOptions
 from trainer.gpt.pretrained.defaults import (
     kept_tokenizer,
     pretrained,

@@ -11,9 +11,7 @@ from jaxtyping import Integer
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document
 from trainer.data.files import holds_tokens
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.gpt.tokenizer import (
     ByteTokenizer,
     FileTokenizer,

@@ -25,9 +25,7 @@ import tyro
 
 from startrail_jax.errors import InputError
 from trainer.data.cache import check_new, write_folder
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import check_effects, find_inputs, open_text
 from trainer.gpt.encoding import encode_to_folder, read_encoded
 from trainer.gpt.tokenizer import FileTokenizer

@@ -17,10 +17,7 @@ from jaxtyping import Integer, UInt8
 from startrail_jax.errors import InputError, UserError
 from trainer.data.documents import Document
 from trainer.errors import MissingPackageError
-from trainer.gpt.config import (
-    TOKENIZER,
-    DataConfig,
-)
+from trainer.gpt.config import TOKENIZER, DataConfig
 
 # Ends every document of bytes. No text contains this byte.
 NUL = 0

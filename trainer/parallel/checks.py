@@ -12,9 +12,7 @@ from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.sizes import check_heads
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.partition import Partition
 

@@ -12,9 +12,7 @@ from flax import nnx
 
 from models.hooks import Hooks
 from models.periods import PARTS
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.partition import STACKED, TENSOR_DIMS, counts_experts, split_frozen
 from trainer.planner.models import FrozenShares, ModelSizes

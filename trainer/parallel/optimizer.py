@@ -15,9 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from models.layers import ADAPTERS
-from trainer.config import (
-    OptimizerConfig,
-)
+from trainer.config import OptimizerConfig
 from trainer.parallel.partition import (
     STACKED,
     TENSOR_DIMS,

@@ -39,9 +39,7 @@ from models.periods import ATTENTION, MIXERS
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary
-from trainer.config import (
-    SHARDED_AXES,
-)
+from trainer.config import SHARDED_AXES
 
 # The dimension of each kernel that is split over `tensor`, as in Megatron-LM: heads or MLP
 # channels, which one projection makes and the next one contracts.

@@ -21,9 +21,7 @@ from startrail_jax.devices.nodes import mesh_nodes, slowest_first
 from startrail_jax.errors import InputError
 from startrail_jax.traffic.ports import messages
 from startrail_jax.traffic.settings import legal_degrees
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.data.parts import DeviceSplit, Parts
 from trainer.objective import Objective
 from trainer.parallel.degrees import algorithms, transfers

@@ -15,9 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 
 from startrail_jax.attention import Attention
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.data.batches import shardings
 from trainer.objective import Objective
 from trainer.parallel.partition import (

@@ -23,9 +23,7 @@ from startrail_jax.devices.axes import device_kind
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.xla.compiler import compiler_options, offload_options
 from startrail_jax.xla.varying import vary
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.data.batches import shardings
 from trainer.data.parts import PartBatch
 from trainer.objective import Objective

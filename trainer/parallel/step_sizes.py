@@ -22,9 +22,7 @@ from startrail_jax.masks import Window
 from startrail_jax.rings.choices import choose_exchange
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import plan_sparse
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.checks import check_step, make_attention, make_partition
 from trainer.parallel.optimizer import make_optimizer

@@ -11,13 +11,7 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from trainer.planner.command import OWN, command_of, remarks
-from trainer.planner.documents import (
-    DocumentForecast,
-    cut,
-    forecast,
-    read_lengths,
-    visible_shares,
-)
+from trainer.planner.documents import DocumentForecast, cut, forecast, read_lengths, visible_shares
 from trainer.planner.grid import Call
 from trainer.planner.hardware import Cluster, Gpu, find_gpu
 from trainer.planner.models import ModelSizes, check_model

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.config import (
-    TrainConfig,
-)
+from trainer.config import TrainConfig
 from trainer.errors import NonFiniteError
 
 

@@ -21,10 +21,7 @@ from typing import Any
 
 from startrail_jax.errors import InputError
 from trainer import durable
-from trainer.config import (
-    ROLES,
-    TrainConfig,
-)
+from trainer.config import ROLES, TrainConfig
 from trainer.durable import replace_text
 from trainer.errors import RunError, StorageError
 from trainer.printable import say

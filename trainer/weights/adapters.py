@@ -15,10 +15,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 from models.layers import ADAPTERS
 from startrail_jax.errors import InputError, UserError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
-from trainer.config import (
-    LoraConfig,
-    TrainConfig,
-)
+from trainer.config import LoraConfig, TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.frozen import abstract_weights
 from trainer.parallel.partition import counts_experts, join_frozen, split_frozen

@@ -10,9 +10,7 @@ from typing import ClassVar, Literal
 
 from models.checks import check_minimum, check_range
 from startrail_jax.errors import InputError
-from trainer.config import (
-    LoraConfig,
-)
+from trainer.config import LoraConfig
 from trainer.dit.config import DenoiserConfig, DenoiserTrainConfig
 from trainer.places import check_on_disk
 from trainer.task import SampleOptions

@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config import (
-    OptimizerConfig,
-)
+from trainer.config import OptimizerConfig
 from trainer.data.dataset import Dataset
 from trainer.dit.wan.config import FlowConfig, VideoOptions, WanTrainConfig, name_of
 from trainer.dit.wan.config_json import folder_of, is_of_diffusers, range_of, read_config

@@ -27,9 +27,7 @@ from trainer.gpt.batches import TextDataset
 from trainer.gpt.chat.examples import ChatExample, read_examples
 from trainer.gpt.chat.packing import EncodedExamples, PackedExamples, collate_rows
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import (
     Corpus,
     Stream,

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.gpt.config import (
-    DataConfig,
-)
+from trainer.gpt.config import DataConfig
 
 ALPACA = ("instruction", "input", "output", "system")
 """What a record of an instruction may hold; the first and the third are needed."""

@@ -21,9 +21,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trainer.gpt.config import (
-    GPTTrainConfig,
-)
+from trainer.gpt.config import GPTTrainConfig
 from trainer.printable import say
 from trainer.run.settings import config_of, load_config
 

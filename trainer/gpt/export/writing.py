@@ -17,10 +17,7 @@ from trainer.data.cache import check_new, write_folder
 from trainer.data.opening import read_object
 from trainer.gpt.chat.stops import read_stops
 from trainer.gpt.chat.template import TEMPLATE_FILE
-from trainer.gpt.config import (
-    TOKENIZER,
-    GPTTrainConfig,
-)
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

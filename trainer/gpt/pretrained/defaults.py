@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.config import (
-    OptimizerConfig,
-)
+from trainer.config import OptimizerConfig
 from trainer.data.opening import read_object
 from trainer.gpt.chat.forms import has_examples
-from trainer.gpt.config import (
-    TOKENIZER,
-    GPTTrainConfig,
-)
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description
 from trainer.run.folder import KEPT_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE

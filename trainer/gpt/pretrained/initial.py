@@ -15,10 +15,7 @@ import jax.numpy as jnp
 from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.data.opening import read_object, reading
-from trainer.gpt.config import (
-    TOKENIZER,
-    GPTTrainConfig,
-)
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import CONFIG, read_description, text_values
 from trainer.gpt.pretrained.defaults import GENERATION, files_of_tokenizer
 from trainer.gpt.pretrained.experts import with_experts
