@@ -18,8 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from models.config import GPTConfig
 from plan import find_run
 from startrail_jax.devices.degrees import Degrees
+from trainer.planner.gpt import sizes_of_gpt
 from trainer.planner.grid import Call
 from trainer.planner.hardware import Cluster, find_gpu
 from trainer.planner.models import ModelSizes
@@ -27,13 +29,19 @@ from trainer.planner.search import Candidates, Search
 
 # Qwen3 0.6B and Gemma 2B: the config.json of Qwen/Qwen3-0.6B and google/gemma-2b.
 _SMALL = (
-    ModelSizes(
-        name="qwen3_0.6b", width=1024, layers=28, heads=16, kv_heads=8, head_dim=128,
-        mlp_width=3072, outputs=151_936, qk_norm=True, tied_head=True,
+    sizes_of_gpt(
+        GPTConfig(
+            width=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_width=3072,
+            vocab_size=151_936, qk_norm=True, tied_head=True,
+        ),
+        name="qwen3_0.6b",
     ),
-    ModelSizes(
-        name="gemma_2b", width=2048, layers=18, heads=8, kv_heads=1, head_dim=256,
-        mlp_width=16_384, outputs=256_128, tied_head=True,
+    sizes_of_gpt(
+        GPTConfig(
+            width=2048, layers=18, heads=8, kv_heads=1, head_dim=256, mlp_width=16_384,
+            vocab_size=256_128, tied_head=True,
+        ),
+        name="gemma_2b",
     ),
 )  # fmt: skip
 _LARGE = ("gpt_7b", "llama3_8b", "llama3_70b")

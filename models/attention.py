@@ -11,8 +11,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.layers import AttentionFn, NormOverHeads, biased, projected
-from models.linear import linear
+from models.config import GPTConfig
+from models.hooks import Hooks
+from models.layers import (
+    AttentionFn,
+    MakeNorm,
+    NormOverHeads,
+    biased,
+    give_weights,
+    projected,
+)
+from models.parts import attention
 from models.rope import rotate
 from startrail_jax.xla.ordering import compute_first
 
@@ -30,45 +39,37 @@ class GPTAttention(nnx.Module):
     https://arxiv.org/abs/2505.06708).
     """
 
+    query: nnx.LinearGeneral
+    key: nnx.LinearGeneral
+    value: nnx.LinearGeneral
+    out: nnx.LinearGeneral
+    # No biases of `nnx.LinearGeneral`, which would look for all heads on a device that has some of
+    # them.
+    query_bias: nnx.Param | None = None
+    key_bias: nnx.Param | None = None
+    value_bias: nnx.Param | None = None
+    query_norm: nnx.RMSNorm | NormOverHeads | None = None
+    key_norm: nnx.RMSNorm | NormOverHeads | None = None
+    sinks: nnx.Param | None = None
+    out_bias: nnx.Param | None = None
+    """Added where the outputs of all devices along `tensor` are summed."""
+
     def __init__(
         self,
+        config: GPTConfig,
         *,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
         attention_fn: AttentionFn,
+        hooks: Hooks,
         out_gain: float,
-        bias: bool,
-        make_norm: Callable[..., nnx.RMSNorm | NormOverHeads | None],
-        sinks: bool,
-        out_bias: bool,
-        gated: bool,
-        dtype: Any,
         rngs: nnx.Rngs,
     ) -> None:
         self.attention_fn = attention_fn
-        self.gated = gated
-        query_dim = head_dim * (2 if gated else 1)
-        self.query = linear(width, (heads, query_dim), dtype=dtype, rngs=rngs)
-        self.key = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
-        self.value = linear(width, (kv_heads, head_dim), dtype=dtype, rngs=rngs)
-        self.out = linear((heads, head_dim), width, gain=out_gain, dtype=dtype, rngs=rngs)
-
-        # No biases of `nnx.LinearGeneral`, which would look for all heads on a device that has
-        # some of them.
-        def make_bias(heads: int, channels: int) -> nnx.Param | None:
-            return nnx.Param(jnp.zeros((heads, channels))) if bias else None
-
-        self.query_bias, self.key_bias = make_bias(heads, query_dim), make_bias(kv_heads, head_dim)
-        self.value_bias = make_bias(kv_heads, head_dim)
-
-        self.query_norm, self.key_norm = (
-            make_norm(count, rngs=rngs) for count in (heads, kv_heads)
-        )
-        self.sinks = nnx.Param(jnp.zeros(heads)) if sinks else None
-        # Added where the outputs of all devices along `tensor` are summed.
-        self.out_bias = nnx.Param(jnp.zeros(width)) if out_bias else None
+        self.gated = config.attention_gate
+        make_norm = MakeNorm(config.norm_eps, config.norm_offset, hooks.mean_over_tensor)
+        weights, sizes = attention.weights(config), attention.sizes(config)
+        sizes |= {"width": config.width}
+        options: dict[str, Any] = dict(dtype=config.dtype, out_gain=out_gain, rngs=rngs)
+        give_weights(self, weights, sizes, make_norm=make_norm, **options)
 
     def __call__(
         self,

@@ -33,3 +33,8 @@ def check_range(
     if value is not None and not RANGES[rule](value):
         field = name.rpartition(".")[2]
         raise InputError(f"{name} must be {rule}; got {field}={value}. {way_out}")
+
+
+def changed(config: Any) -> list[str]:
+    """The settings of a dataclass that are not their defaults."""
+    return [name for name, value in vars(config).items() if value != getattr(type(config), name)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from models.checks import check_minimum, check_range
+from models.parts.experts import ExpertsConfig
+from models.parts.gated_delta import LinearConfig
+from models.weights import Norms
 from startrail_jax.errors import InputError
 
 
@@ -94,98 +97,6 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig:
-    """Layers of linear attention: Gated DeltaNet (https://arxiv.org/abs/2412.06464)."""
-
-    heads: int | None = None
-    """Number of heads of values, each with a state of its own. The default is `model.heads`."""
-    key_heads: int | None = None
-    """Number of heads of queries and keys, a divisor of `heads`. The default is `heads`."""
-    key_dim: int | None = None
-    """Number of channels of a head of queries and keys. The default is `model.head_dim`."""
-    value_dim: int | None = None
-    """Number of channels of a head of values. The default is `key_dim`."""
-    conv: int = 4
-    """Number of tokens that the short convolution sees, the token itself included."""
-    largest_beta: float = 1.0
-    """Largest share of an old value that a token replaces; 2 allows states that change their sign
-    (https://arxiv.org/abs/2411.12537)."""
-    norm_eps: float | None = None
-    """Number that the norm of the outputs adds to the mean square. The default is
-    `model.norm_eps`."""
-    norms: Literal["before", "both", "after"] | None = None
-    """Where such layers have norms. The default is `model.norms`."""
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "key_heads", "key_dim", "value_dim", "conv"):
-            check_minimum(f"model.linear.{name}", getattr(self, name), 1)
-        if not 0 < self.largest_beta <= 2:
-            raise InputError(
-                "model.linear.largest_beta must be above 0 and at most 2, above which states "
-                f"grow; got largest_beta={self.largest_beta}. Use 1 or 2."
-            )
-        check_range("model.linear.norm_eps", self.norm_eps, "above 0 and below 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
-    """Layers whose feed-forward is one of experts, of which each token goes to a few."""
-
-    count: int = 8
-    """Number of experts."""
-    top_k: int = 2
-    """Number of experts of each token."""
-    width: int | None = None
-    """Number of hidden channels of an expert. The default is `model.mlp_width`."""
-    shared_width: int = 0
-    """The same of a further expert, to which all tokens go. The default is none."""
-    shared_gate: bool = False
-    """Whether the sigmoid of a projection multiplies the output of that expert."""
-    activation: Literal["swiglu", "clamped"] = "swiglu"
-    """Activation of the experts: "clamped" is that of gpt-oss."""
-    biases: bool = False
-    """Whether the router and the experts have biases, as in gpt-oss."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the logits of the router into the shares of experts in the output."""
-    normalised: bool = True
-    """Whether the shares of the experts of a token are divided by their sum."""
-    balance_loss: float = 0.001
-    """Factor of the loss that balances the experts: count * sum_e load_e * probability_e, where
-    load_e is the number of tokens that go to expert e, for each token, and probability_e its mean
-    probability, so that the loss is top_k in balance (Switch Transformers, equation (4),
-    https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch that the loss counts;
-    with gradient accumulation, or batches of whole documents, those of each part."""
-    balance_over: Literal["layer", "model"] = "layer"
-    """Of what load_e and probability_e are means: of each layer, whose losses are added up, or of
-    all layers together, as in transformers. The default is "model" for a pretrained model."""
-    balance_rate: float = 0.0
-    """How far each step moves a bias of every expert, up if the expert has fewer tokens than the
-    mean, and down if it has more. The bias counts in the choice of experts alone, and balances them
-    without a loss (https://arxiv.org/abs/2408.15664, with 0.001); 0 for none."""
-    z_loss: float = 0.0
-    """Factor of the mean square of the log-sum-exp of the router's logits (ST-MoE,
-    https://arxiv.org/abs/2202.08906)."""
-
-    def __post_init__(self) -> None:
-        for name in ("count", "top_k", "width"):
-            check_minimum(f"model.experts.{name}", getattr(self, name), 1)
-        check_minimum("model.experts.shared_width", self.shared_width, 0)
-        if self.top_k > self.count:
-            raise InputError(
-                "model.experts.top_k must be at most model.experts.count; got "
-                f"top_k={self.top_k}, count={self.count}. Change one of them."
-            )
-        if self.shared_gate and not self.shared_width:
-            raise InputError(
-                "model.experts.shared_gate needs a shared expert; got shared_width=0. Give "
-                "--model.experts.shared-width, or leave it out."
-            )
-        for name in ("balance_loss", "balance_rate", "z_loss"):
-            value, way_out = getattr(self, name), "Use 0.001, or 0 for none."
-            check_range(f"model.experts.{name}", value, "at least 0 and finite", way_out)
-
-
-@dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Sizes and options of a GPT."""
 
@@ -227,7 +138,7 @@ class GPTConfig:
     """Cap of the logits of the next token, by the same formula. The default is none."""
     scale_dim: int | None = None
     """The logits of attention are scaled by scale_dim ** -0.5. The default is `head_dim`."""
-    norms: Literal["before", "both", "after"] = "before"
+    norms: Norms = "before"
     """Whether what attention and MLP take is normalised, what they add to the residual stream, as
     in OLMo 2 ("after"), or both, as in Gemma 2."""
     norm_offset: bool = False
@@ -312,37 +223,14 @@ class GPTConfig:
                 "model.qk_norm_over='heads' needs norms of queries and keys; got qk_norm=False. "
                 "Use --model.qk-norm, or leave it out."
             )
-        self._check_linear()
-        given = _changed(self.experts)
-        if given and "experts" not in self.layer_feed_forwards:
-            raise InputError(
-                f"model.experts.{given[0]} needs layers of experts; got "
-                f"feed_forwards={self.feed_forwards}. Use --model.feed-forwards experts, or leave "
-                "it out."
-            )
+        self.linear.check(self)
+        self.experts.check(self)
         stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"
         if stretches_some and all(x is not None for x in self.attention_windows):
             raise InputError(
                 "model.rope.stretches='global' needs layers without a window; got "
                 f"windows={self.windows}. Give model.windows a `none`, or use "
                 "--model.rope.stretches all."
-            )
-
-    def _check_linear(self) -> None:
-        """Raises unless the options of linear attention fit each other."""
-        given = _changed(self.linear)
-        if given and "linear" not in self.layer_mixers:
-            raise InputError(
-                f"model.linear.{given[0]} needs layers of linear attention; got "
-                f"mixers={self.mixers}. Use --model.mixers linear linear linear attention, or "
-                "leave it out."
-            )
-        heads: Any = self.linear_sizes.heads
-        key_heads: Any = self.linear_sizes.key_heads
-        if heads % key_heads:
-            raise InputError(
-                "model.linear.key_heads must divide model.linear.heads; got "
-                f"key_heads={key_heads}, heads={heads}. Use key_heads={heads} or key_heads=1."
             )
 
     @property
@@ -354,25 +242,6 @@ class GPTConfig:
     def layer_feed_forwards(self) -> tuple[str, ...]:
         """The feed-forward of each layer: "mlp" or "experts"."""
         return _of_layers(self.feed_forwards, self.layers)
-
-    @property
-    def expert_sizes(self) -> Any:
-        """`experts`, an `ExpertsConfig`, with all sizes."""
-        return replace(self.experts, width=self.experts.width or self.mlp_width)
-
-    @property
-    def linear_sizes(self) -> Any:
-        """`linear`, a `LinearConfig`, with all sizes."""
-        given = self.linear
-        heads, key_dim = given.heads or self.heads, given.key_dim or self.head_dim
-        return replace(
-            given,
-            heads=heads,
-            key_heads=given.key_heads or heads,
-            key_dim=key_dim,
-            value_dim=given.value_dim or key_dim,
-            norm_eps=given.norm_eps or self.norm_eps,
-        )
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -399,11 +268,6 @@ class GPTConfig:
     def layer_bases(self) -> tuple[float | None, ...]:
         """The base of the rotary positions of each layer; None for a layer without."""
         return _of_layers(self.rope.bases, self.layers)
-
-
-def _changed(config: LinearConfig | ExpertsConfig) -> list[str]:
-    """The settings that are not their defaults."""
-    return [name for name, value in vars(config).items() if value != getattr(type(config), name)]
 
 
 def _of_layers(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:

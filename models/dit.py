@@ -25,11 +25,9 @@ from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, projected, run_blocks
 from models.linear import linear
 from models.modulation import TIME_SCALE, add_gated, modulate, one_by_one, sinusoids
+from models.parts.dit import TIME_CHANNELS
 from models.sizes import check_dit_width
 from startrail_jax.xla.ordering import compute_first
-
-TIME_CHANNELS = 256
-"""Sines and cosines in which a time is coded."""
 
 
 class DiT(nnx.Module):

@@ -23,9 +23,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from models.config import ExpertsConfig
-from models.layers import MLP
-from models.linear import linear, project, project_adapted
+from models.layers import MLP, give_weights
+from models.linear import project, project_adapted
+from models.parts import experts
+from models.parts.experts import ExpertsConfig
 from startrail_jax.xla.varying import vary, varying_axes
 
 MOST_ROWS = 2048
@@ -33,6 +34,7 @@ MOST_ROWS = 2048
 FILLED = 2
 """Tiles that the mean expert fills, at least (see `tile_rows`). On an H100, a tile of 128 rows of
 Qwen3-30B-A3B took 0.12 ms in both passes, most of it in kernels that larger tiles do not slow."""
+_OF_EXPERTS = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
 CLAMP, SHARPNESS = 7.0, 1.702
 """For the clamped activation: the limit of its inputs, and the factor in its sigmoid."""
 
@@ -79,6 +81,18 @@ class ExpertLinear(nnx.Module):
 class Experts(nnx.Module):
     """sum_i share_i expert_i(x) over the chosen experts, and the shared expert of all tokens."""
 
+    router: nnx.Param
+    expert_gate: ExpertLinear
+    expert_up: ExpertLinear
+    expert_down: ExpertLinear
+    choice_bias: nnx.Param | None = None
+    router_bias: nnx.Param | None = None
+    expert_gate_bias: nnx.Param | None = None
+    expert_up_bias: nnx.Param | None = None
+    expert_down_bias: nnx.Param | None = None
+    shared: MLP | None = None
+    shared_gate: nnx.LinearGeneral | None = None
+
     def __init__(
         self, config: ExpertsConfig, *, width: int, out_gain: float, dtype: Any, rngs: nnx.Rngs
     ) -> None:
@@ -92,27 +106,20 @@ class Experts(nnx.Module):
             rngs: source of the initial weights.
         """
         self.config = config
-        hidden: Any = config.width
-        count, shared = config.count, config.shared_width
-        made = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
+        sizes = experts.sizes_of(config) | {"width": width}
         down = nnx.initializers.variance_scaling(out_gain**2, "fan_in", "normal", batch_axis=0)
-
-        def weight(init: Any, *shape: int) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), (count, *shape), jnp.float32))
-
-        self.router = nnx.Param(made(rngs.params(), (1, width, count), jnp.float32)[0])
-        self.expert_gate = ExpertLinear(weight(made, width, hidden)[...])
-        self.expert_up = ExpertLinear(weight(made, width, hidden)[...])
-        self.expert_down = ExpertLinear(weight(down, hidden, width)[...])
-        zeros = functools.partial(weight, nnx.initializers.zeros)
-        self.choice_bias = nnx.Param(jnp.zeros(count)) if config.balance_rate else None
-        self.router_bias = nnx.Param(jnp.zeros(count)) if config.biases else None
-        self.expert_gate_bias = zeros(hidden) if config.biases else None
-        self.expert_up_bias = zeros(hidden) if config.biases else None
-        self.expert_down_bias = zeros(width) if config.biases else None
-        common: dict[str, Any] = dict(width=width, dtype=dtype, rngs=rngs)
-        self.shared = MLP("swiglu", hidden=shared, out_gain=out_gain, **common) if shared else None
-        self.shared_gate = linear(width, 1, dtype=dtype, rngs=rngs) if config.shared_gate else None
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        for path, weight in experts.weights_of(config).items():
+            name, _, kind = path.partition("/")
+            if weight.of_experts and kind:
+                init = down if weight.init == "out" else _OF_EXPERTS
+                shape = weight.shape(sizes)
+                setattr(self, name, ExpertLinear(init(rngs.params(), shape, jnp.float32)))
+            elif name != "shared":
+                give_weights(self, {path: weight}, sizes, **options)
+            elif self.shared is None:
+                shared = dict(width=width, hidden=config.shared_width, out_gain=out_gain)
+                self.shared = MLP("swiglu", **shared, **options)
 
     def route(
         self,

@@ -17,11 +17,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.config import LinearConfig
-from models.layers import projected
-from models.linear import linear
-
-RULE = "gated_delta"
+from models.config import GPTConfig
+from models.hooks import Hooks
+from models.layers import MakeNorm, give_weights, projected
+from models.parts import gated_delta
 
 
 @runtime_checkable
@@ -51,44 +50,46 @@ splits it into query, key and value, and their linear attention is the output.""
 class GatedDeltaNet(nnx.Module):
     """Projections, short convolution, decay, and gated norm around linear attention."""
 
+    query: nnx.LinearGeneral
+    key: nnx.LinearGeneral
+    value: nnx.LinearGeneral
+    out_gate: nnx.LinearGeneral
+    decay: nnx.LinearGeneral
+    beta: nnx.LinearGeneral
+    out: nnx.LinearGeneral
+    query_conv: nnx.Param
+    key_conv: nnx.Param
+    value_conv: nnx.Param
+    decay_rate: nnx.Param
+    decay_bias: nnx.Param
+    out_norm: nnx.RMSNorm
+    out_bias: nnx.Param | None = None
+    """A bias of what the layer adds to the stream; none."""
+
     def __init__(
         self,
-        config: LinearConfig,
+        config: GPTConfig,
         *,
-        width: int,
-        linear_attention: Callable[[str], LinearAttentionFn],
+        attention_fn: Any,
+        hooks: Hooks,
         out_gain: float,
-        dtype: Any,
         rngs: nnx.Rngs,
     ) -> None:
-        """Takes a config with all sizes."""
-        self.config, self.dtype = config, jnp.dtype(dtype)
-        sizes: Any = config
-        self.linear_attention = linear_attention
-        self.out_bias: nnx.Param | None = None
-        """A bias of what the layer adds to the stream; none."""
-        keys, values = (sizes.key_heads, sizes.key_dim), (sizes.heads, sizes.value_dim)
-        self.query, self.key, self.value, self.out_gate, self.decay, self.beta = (
-            linear(width, outputs, dtype=dtype, rngs=rngs)
-            for outputs in (keys, keys, values, values, sizes.heads, sizes.heads)
-        )
-        self.out = linear(values, width, gain=out_gain, dtype=dtype, rngs=rngs)
-
-        def uniform(shape: tuple[int, ...], low: float, high: float) -> Float32[Array, "..."]:
-            return jax.random.uniform(rngs.params(), shape, jnp.float32, low, high)
-
-        bound = sizes.conv**-0.5
-        self.query_conv, self.key_conv, self.value_conv = (
-            nnx.Param(uniform((sizes.conv, *heads), -bound, bound))
-            for heads in (keys, keys, values)
-        )
-        # As in the code of the paper: rates of 0 to 16 for each unit of time, which is 0.001 to
-        # 0.1 for a token at first.
-        self.decay_rate = nnx.Param(jnp.log(uniform((sizes.heads,), 0.01, 16.0)))
-        time = jnp.exp(uniform((sizes.heads,), math.log(0.001), math.log(0.1)))
-        self.decay_bias = nnx.Param(time + jnp.log(-jnp.expm1(-time)))
-        self.out_norm = nnx.RMSNorm(
-            sizes.value_dim, epsilon=sizes.norm_eps, dtype=jnp.float32, rngs=rngs
+        """Takes the config of the model; `attention_fn` is for other layers."""
+        del attention_fn
+        self.config, self.dtype = config.linear.of_model(config), jnp.dtype(config.dtype)
+        self.linear_attention = hooks.linear_attention
+        recurrence = gated_delta.recurrence(config)
+        self.rule, sizes = recurrence.rule, recurrence.sizes | {"width": config.width}
+        give_weights(
+            self,
+            gated_delta.weights(config),
+            sizes,
+            dtype=config.dtype,
+            out_gain=out_gain,
+            make_norm=MakeNorm(self.config.norm_eps),
+            inits={"conv": _conv, "decay_rate": _decay_rate, "decay_bias": _decay_bias},
+            rngs=rngs,
         )
 
     def __call__(
@@ -119,7 +120,7 @@ class GatedDeltaNet(nnx.Module):
 
     def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedLinearFn:
         """The model's linear attention, with None in the place of a cache."""
-        attention_fn = self.linear_attention(RULE)
+        attention_fn = self.linear_attention(self.rule)
 
         def attend(
             x: Array, kernel: Array, heads_of: Callable[[Array], Heads], decay: Array, beta: Array
@@ -129,6 +130,26 @@ class GatedDeltaNet(nnx.Module):
             return out, None
 
         return attend
+
+
+def _uniform(key: Array, shape: tuple[int, ...], low: float, high: float) -> Float32[Array, "..."]:
+    return jax.random.uniform(key, shape, jnp.float32, low, high)
+
+
+def _conv(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    bound = shape[0] ** -0.5
+    return _uniform(key, shape, -bound, bound)
+
+
+# As in the code of the paper: rates of 0 to 16 for each unit of time, which is 0.001 to 0.1 for a
+# token at first.
+def _decay_rate(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    return jnp.log(_uniform(key, shape, 0.01, 16.0))
+
+
+def _decay_bias(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    time = jnp.exp(_uniform(key, shape, math.log(0.001), math.log(0.1)))
+    return time + jnp.log(-jnp.expm1(-time))
 
 
 def _normalised(x: Float[Array, "B T heads K"]) -> Float[Array, "B T heads K"]:

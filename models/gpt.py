@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.attention import GPTAttention, Rotation
-from models.config import ExpertsConfig, GPTConfig
+from models.config import GPTConfig
 from models.experts import Balance, Experts, Route
 from models.gated_delta import GatedDeltaNet
 from models.hooks import Hooks
@@ -36,23 +36,15 @@ from models.layers import (
     MLP,
     AttentionFn,
     MakeNorm,
-    NormOverHeads,
-    Norms,
     biased,
-    make_norm,
     projected,
 )
 from models.linear import linear, project_to_rows
-from models.periods import (
-    MIXERS,
-    PARTS,
-    Kind,
-    Stretch,
-    kinds_of_layers,
-    layer_of,
-    stretches,
-)
+from models.parts.experts import ExpertsConfig
+from models.parts.gpt import MIXERS, stack_pairs
+from models.periods import Kind, Stretch, kinds_of_layers, layer_of, stretches
 from models.rope import Rope, ropes_of
+from models.weights import Norms
 from startrail_jax.xla.varying import vary, varying_axes
 
 Mixer = GPTAttention | GatedDeltaNet
@@ -87,7 +79,8 @@ class Added(NamedTuple):
         return Added(auxiliary, Balance(load, probability), self.busiest / count)
 
 
-_OF_EXPERTS = [part for (_, feed_forward), part in PARTS.items() if feed_forward == "experts"]
+MODULES: dict[str, Any] = {"attention": GPTAttention, "linear": GatedDeltaNet}
+"""The modules of mixers, by their names in `models.parts.gpt.MIXERS`."""
 
 
 class GPT(nnx.Module):
@@ -102,10 +95,8 @@ class GPT(nnx.Module):
         hooks: Hooks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Builds the model with float32 weights, stacked over layers: [layers, ...].
-
-        Layers with attention are in the part `blocks`, layers with linear attention in
-        `linear_blocks`, and layers of experts in `expert_blocks` and `linear_expert_blocks`.
+        """Builds the model with float32 weights, which `models.parts.gpt` declares. Those of layers
+        of the same two parts are stacked, [layers, ...], in `blocks` and its like.
 
         Args:
             config: sizes and options. What belongs to the attention itself is left to
@@ -136,57 +127,29 @@ class GPT(nnx.Module):
         # Each block adds to the residual stream twice: with this gain the variance of the stream
         # does not grow with depth.
         out_gain = (2 * config.layers) ** -0.5
-        options: Any = dict(epsilon=config.norm_eps, offset=config.norm_offset)
-        norm = functools.partial(make_norm, **options)
+        make_norm = MakeNorm(config.norm_eps, config.norm_offset)
 
-        def head_norm(heads: int, rngs: nnx.Rngs) -> nnx.RMSNorm | NormOverHeads | None:
-            if not config.qk_norm or config.qk_norm_over == "head":
-                return norm(config.head_dim, rngs=rngs) if config.qk_norm else None
-            mean = self.hooks.mean_over_tensor
-            return NormOverHeads(heads, config.head_dim, **options, mean=mean)
-
-        def make_mixer(part: str, rngs: nnx.Rngs) -> Mixer:
+        def make_block(mixer: str, feed_forward: str, rngs: nnx.Rngs) -> GPTBlock:
+            given: dict[str, Any] = dict(hooks=self.hooks, out_gain=out_gain, rngs=rngs)
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
-            if MIXERS[part] == "linear":
-                own = self.hooks.linear_attention
-                return GatedDeltaNet(config.linear_sizes, linear_attention=own, **common)
-            return GPTAttention(
-                heads=config.heads,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_dim,
-                attention_fn=attention_fn,
-                bias=config.qkv_bias,
-                out_bias=config.out_bias,
-                make_norm=head_norm,
-                sinks=config.sinks,
-                gated=config.attention_gate,
-                **common,
-            )
-
-        def make_feed_forward(part: str, rngs: nnx.Rngs) -> MLP | Experts:
-            common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
-            if part in _OF_EXPERTS:
-                return Experts(config.expert_sizes, **common)
-            return MLP(config.mlp, hidden=config.mlp_width, **common)
-
-        def make_block(part: str, rngs: nnx.Rngs) -> GPTBlock:
-            is_linear = MIXERS[part] == "linear"
             return GPTBlock(
-                attention=make_mixer(part, rngs),
-                mlp=make_feed_forward(part, rngs),
+                attention=MODULES[mixer](config, attention_fn=attention_fn, **given),
+                mlp=Experts(config.experts.of_model(config), **common)
+                if feed_forward == "experts"
+                else MLP(config.mlp, hidden=config.mlp_width, **common),
                 width=width,
-                make_norm=norm,
-                norms=(is_linear and config.linear.norms) or config.norms,
+                make_norm=make_norm,
+                norms=MIXERS[mixer].norms(config),
                 dtype=dtype,
                 hooks=self.hooks,
                 rngs=rngs,
             )
 
-        for part in self.parts:
-            count = sum(kind.part == part for kind in kinds)
-            stack = nnx.vmap(functools.partial(make_block, part), in_axes=0, out_axes=0)
-            setattr(self, part, stack(rngs.split(count)))
-        self.norm = norm(width, rngs=rngs)
+        for name, pair in stack_pairs(config).items():
+            count = sum(kind.stack == name for kind in kinds)
+            stack = nnx.vmap(functools.partial(make_block, *pair), in_axes=0, out_axes=0)
+            setattr(self, name, stack(rngs.split(count)))
+        self.norm = make_norm(width, rngs=rngs)
         self.head = (
             None
             if config.tied_head
@@ -245,7 +208,7 @@ class GPT(nnx.Module):
             segment_ids: Array | None,
             token_weights: Array | None,
         ) -> tuple[Array, Added | None]:
-            block = nnx.merge(graphs[kind.part], weights)
+            block = nnx.merge(graphs[kind.stack], weights)
             attend = block.attention.uncached(segment_ids)
             x, _, route = block(x, rotation, kind.window, attend, token_weights)
             return x, None if route is None else Added(
@@ -255,8 +218,8 @@ class GPT(nnx.Module):
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
         x, added = self._embed(tokens), None
-        counts = [len(jax.tree.leaves(weights[x])[0]) for x in weights if x in _OF_EXPERTS]
-        if counts:
+        of_experts = self.config.layer_feed_forwards.count("experts")
+        if of_experts:
             added = Added.none(x, self.config.experts.count)
         for stretch in self.stretches:
 
@@ -270,7 +233,7 @@ class GPT(nnx.Module):
 
             (x, added), _ = lax.scan(step, (x, added), stretch.grouped(weights))
         if added is not None:
-            added = added.of_layers(sum(counts), self.config.experts)
+            added = added.of_layers(of_experts, self.config.experts)
         return self.norm(x).astype(self.dtype), added
 
     def hidden_with_cache(
@@ -285,10 +248,10 @@ class GPT(nnx.Module):
         Args:
             tokens: token ids.
             positions: position of each token in its sequence.
-            caches: for each part of the layers, such as `blocks`, the arrays that its layers keep.
-                The loop over layers carries them, so that each layer writes in place.
-            attend: for each part, the function that its layers call: (cache, layer, *arrays) ->
-                (out, cache), where `layer` is the number of the layer in its part, and the arrays
+            caches: for each stack of layers, such as `blocks`, the arrays that its layers keep. The
+                loop over layers carries them, so that each layer writes in place.
+            attend: for each stack, the function that its layers call: (cache, layer, *arrays) ->
+                (out, cache), where `layer` is the number of the layer in its stack, and the arrays
                 are those of a `CachedAttentionFn` or a `CachedLinearFn`.
 
         Returns:
@@ -299,25 +262,25 @@ class GPT(nnx.Module):
         def run_block(
             kind: Kind, weights: Any, x: Array, rotation: Rotation, number: Array, cache: Any
         ) -> tuple[Array, Any]:
-            block = nnx.merge(graphs[kind.part], weights)
-            own = functools.partial(attend[kind.part], cache, number)
+            block = nnx.merge(graphs[kind.stack], weights)
+            own = functools.partial(attend[kind.stack], cache, number)
             return block(x, rotation, kind.window, own)[:2]
 
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
-        carry = self._embed(tokens), {part: caches[part] for part in weights}
+        carry = self._embed(tokens), {stack: caches[stack] for stack in weights}
         numbered = {
-            part: (arrays, jnp.arange(len(jax.tree.leaves(arrays)[0])))
-            for part, arrays in weights.items()
+            stack: (arrays, jnp.arange(len(jax.tree.leaves(arrays)[0])))
+            for stack, arrays in weights.items()
         }
         for stretch in self.stretches:
 
             def step(carry: Any, inputs: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
                 x, caches = carry
                 for kind, entry in stretch.each(inputs):
-                    (own, number), cache = layer_of(entry), caches[kind.part]
+                    (own, number), cache = layer_of(entry), caches[kind.stack]
                     x, cache = layers[kind](own, x, rotations[kind.rope], number, cache)
-                    caches = {**caches, kind.part: cache}
+                    caches = {**caches, kind.stack: cache}
                 return (x, caches), None
 
             carry, _ = lax.scan(step, carry, stretch.grouped(numbered))
@@ -325,14 +288,10 @@ class GPT(nnx.Module):
         return self.norm(x).astype(self.dtype), written
 
     def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The graphs of a layer of each part, and the stacked weights."""
-        parts = {part: nnx.split(getattr(self, part)) for part in self.parts}
-        return {x: graph for x, (graph, _) in parts.items()}, {x: w for x, (_, w) in parts.items()}
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the parts of the model that hold the weights of layers."""
-        return tuple(dict.fromkeys(kind.part for kind in self._kinds))
+        """The graphs of a layer of each stack, and the stacked weights."""
+        stacks = {name: nnx.split(getattr(self, name)) for name in stack_pairs(self.config)}
+        graphs, weights = ({name: x[i] for name, x in stacks.items()} for i in range(2))
+        return graphs, weights
 
     @property
     def _kinds(self) -> tuple[Kind, ...]:
@@ -342,7 +301,7 @@ class GPT(nnx.Module):
     def _wrapped(self, run_block: Callable[..., Any]) -> dict[Kind, Callable[..., Any]]:
         """The function of a layer of each kind."""
         wrap = self.hooks.wrap_layer
-        return {kind: wrap(functools.partial(run_block, kind), kind.part) for kind in self._kinds}
+        return {kind: wrap(functools.partial(run_block, kind), kind.stack) for kind in self._kinds}
 
     def _rotations(self, positions: Int32[Array, "B T"]) -> dict[Rope | None, Rotation]:
         """The rotation of each kind of layer, which is computed once for all layers."""

@@ -39,7 +39,7 @@ class Hooks:
     wrap_layer: Callable[..., Callable[..., Any]] = _run_layer
     """Wraps the function of one layer, (weights, x, ...) -> x or -> (x, cache): it takes the
     weights by `layer_of`, gathers sharded ones, and rematerialises. Its second argument is the part
-    of the model with the weights of the layer; the default is `blocks`."""
+    of the model with the stacked weights of the layer; the default is `blocks`."""
     tiled: Callable[[Callable[..., Array]], Callable[..., Array]] = _unchanged
     """Wraps a function of arrays [B T ...] that treats each token by itself, so that it can run on
     a few tokens at a time."""

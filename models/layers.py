@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -14,14 +15,11 @@ from jaxtyping import Array, Float
 
 from models.hooks import Hooks
 from models.linear import linear
+from models.parts import mlp
+from models.weights import Weight
 
 PROJECTION, HIDDEN = "projection", "hidden"
 """`checkpoint_name`s of the projections around attention, and of the hidden channels of an MLP."""
-ADAPTERS = ("lora_a", "lora_b")
-"""The narrow matrices beside a kernel, [*inputs, rank] and [rank, *outputs]: see `models.lora`."""
-PRECISE = ("heads_scale", "modulation_table", "router", "expert_gate_bias", "expert_up_bias")
-PRECISE += ("expert_down_bias",)
-"""Weights of several dimensions that are used in float32, as vectors are."""
 
 
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
@@ -29,10 +27,6 @@ AttentionFn = Callable[..., Float[Array, "B T N H"]]
 
 A layer with a window also gives local_window_size=(keys before, 0), and one with sinks sinks=[N].
 """
-MakeNorm = Callable[..., nnx.RMSNorm]
-"""(channels, rngs=) -> a norm"""
-Norms = Literal["before", "both", "after"]
-"""Norms of a block: before attention and MLP, after each of them, or both."""
 
 
 def projected(x: Array) -> Array:
@@ -71,21 +65,31 @@ class OffsetNorm(nnx.RMSNorm):
         return x * lax.rsqrt(mean_square + self.epsilon) * factor
 
 
-def make_norm(channels: int, *, epsilon: float, offset: bool, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """A norm whose outputs are float32, to be rounded afterwards.
+@dataclass(frozen=True)
+class MakeNorm:
+    """Makes norms whose outputs are float32, to be rounded afterwards.
 
-    In 16 bits its scale, which is near 1, would be rounded itself.
-
-    Args:
-        channels: size of the last dimension.
-        epsilon: number added to the mean square.
-        offset: whether it multiplies by 1 + its scale, which begins with 0.
-        rngs: as `nnx.RMSNorm` takes them.
+    In 16 bits their scales, which are near 1, would be rounded themselves.
     """
-    if offset:
-        zeros = nnx.initializers.zeros_init()
-        return OffsetNorm(channels, epsilon=epsilon, dtype=jnp.float32, scale_init=zeros, rngs=rngs)
-    return nnx.RMSNorm(channels, epsilon=epsilon, dtype=jnp.float32, rngs=rngs)
+
+    epsilon: float
+    """Number added to the mean square."""
+    offset: bool = False
+    """Whether they multiply by 1 + their scale, which begins with 0."""
+    mean: Callable[[Array], Array] = lambda x: x
+    """The mean over the devices that share heads: see `Hooks.mean_over_tensor`."""
+
+    def __call__(self, channels: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+        """A norm of the last dimension."""
+        options: dict[str, Any] = dict(epsilon=self.epsilon, dtype=jnp.float32, rngs=rngs)
+        if self.offset:
+            zeros = nnx.initializers.zeros_init()
+            return OffsetNorm(channels, scale_init=zeros, **options)
+        return nnx.RMSNorm(channels, **options)
+
+    def over_heads(self, heads: int, head_dim: int) -> NormOverHeads:
+        """A norm over the channels of all heads together."""
+        return NormOverHeads(heads, head_dim, **vars(self))
 
 
 class NormOverHeads(nnx.Module):
@@ -119,8 +123,62 @@ class NormOverHeads(nnx.Module):
         return x * lax.rsqrt(mean_square + self.epsilon) * (1.0 + scale if self.offset else scale)
 
 
+INITS: dict[str, Callable[..., Array]] = {
+    "normal": nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
+    "zeros": lambda _, shape: jnp.zeros(shape),
+}
+"""Initial values by `Weight.init`: (key, shape) -> array."""
+
+
+def give_weights(
+    module: Any,
+    weights: Mapping[str, Weight],
+    sizes: Mapping[str, int],
+    *,
+    dtype: Any,
+    out_gain: float = 1.0,
+    make_norm: MakeNorm | None = None,
+    inits: Mapping[str, Callable[..., Array]] = INITS,
+    rngs: nnx.Rngs,
+) -> None:
+    """Gives a module its weights, drawn in their order.
+
+    Args:
+        module: gets a projection or a norm as the attribute `name` for the path `name/kernel` or
+            `name/scale`, and a parameter for a path without a slash.
+        weights: of one layer, by path in the module.
+        sizes: of dimensions by name.
+        dtype: type of activations and matrix products.
+        out_gain: standard deviation of the outputs of matrices that begin with "out", for inputs of
+            variance 1.
+        make_norm: makes norms.
+        inits: initial values by `Weight.init`.
+        rngs: source of the initial weights.
+    """
+    for path, weight in weights.items():
+        name, _, kind = path.rpartition("/")
+        shape = weight.shape(sizes)
+        if not name:
+            key = None if weight.init == "zeros" else rngs.params()
+            setattr(module, kind, nnx.Param(inits[weight.init](key, shape)))
+        elif kind == "kernel":
+            cut, gain = len(weight.inputs) or 1, out_gain if weight.init == "out" else 1.0
+            base = linear(shape[:cut], shape[cut:], gain=gain, dtype=dtype, rngs=rngs)
+            setattr(module, name, base)
+        else:
+            assert make_norm is not None, "a layer with norms says how they are made"
+            over_heads = kind == "heads_scale"
+            norm = make_norm.over_heads(*shape) if over_heads else make_norm(*shape, rngs=rngs)
+            setattr(module, name, norm)
+
+
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)), the same with gelu, or down(gelu(up(x)))."""
+
+    gate: nnx.LinearGeneral | None = None
+    up: nnx.LinearGeneral
+    up_bias: nnx.Param | None = None
+    down: nnx.LinearGeneral
 
     def __init__(
         self,
@@ -144,12 +202,10 @@ class MLP(nnx.Module):
             dtype: type of activations and matrix products.
             rngs: source of the initial weights.
         """
-        gated = kind != "gelu"
         self.activation = jax.nn.silu if kind == "swiglu" else jax.nn.gelu
-        self.gate = linear(width, hidden, dtype=dtype, rngs=rngs) if gated else None
-        self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.up_bias = nnx.Param(jnp.zeros(hidden)) if bias else None
-        self.down = linear(hidden, width, gain=out_gain, dtype=dtype, rngs=rngs)
+        weights = mlp.weights_of("hidden", gated=kind != "gelu", biased=bias)
+        sizes = {"width": width, "hidden": hidden}
+        give_weights(self, weights, sizes, out_gain=out_gain, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T width"]) -> Float[Array, "B T width"]:
         up = checkpoint_name(biased(self.up(x), self.up_bias), HIDDEN)

@@ -7,7 +7,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from models.experts import ExpertLinear
-from models.layers import PRECISE
 from models.linear import project_adapted
+from models.weights import Weight, layer_stacks
 
 
 class Adapted(nnx.Module):
@@ -69,6 +69,7 @@ def narrow_matrices(
 
 def add_adapters(
     model: Any,
+    weights: Mapping[str, Weight],
     *,
     rank: int,
     scale: float,
@@ -79,7 +80,8 @@ def add_adapters(
     """Puts adapters into the layers of a model, and narrows its other weights.
 
     Args:
-        model: a `GPT`.
+        model: a `GPT` or a `Wan`.
+        weights: its weights, by path.
         rank: rank of the adapters.
         scale: factor of their output.
         targets: names of the projections.
@@ -89,14 +91,15 @@ def add_adapters(
         rngs: source of the adapters.
     """
     for path, weight in list(nnx.iter_graph(model)):
-        stacked = not {*model.parts}.isdisjoint(path)
-        is_matrix = isinstance(weight, nnx.Param) and weight[...].ndim > 1 + stacked
-        if is_matrix and path[-1] not in PRECISE:
+        if isinstance(weight, nnx.Param) and not weights["/".join(map(str, path))].is_vector:
             weight.set_value(weight[...].astype(base_dtype))
-    for part in model.parts:
-        for _, module in list(nnx.iter_modules(getattr(model, part))):
+    for part in layer_stacks(weights):
+        for path, module in list(nnx.iter_modules(getattr(model, part))):
             for name in sorted(targets):  # The order in which they are given changes nothing.
-                base = getattr(module, name, None)
+                declared = weights.get("/".join((part, *map(str, path), name, "kernel")))
+                if declared is None or not declared.projects:
+                    continue
+                base = getattr(module, name)
                 if isinstance(base, nnx.LinearGeneral):
                     adapted = Adapted(base, rank=rank, scale=scale, stacked=1, rngs=rngs)
                     setattr(module, name, adapted)

@@ -14,28 +14,20 @@ from typing import Any
 
 import jax
 
+from models.parts.gpt import stack_name
 from models.rope import Rope
 from startrail_jax.patterns import loops_of
 
 ATTENTION = "blocks"
-PARTS = {
-    ("attention", "mlp"): ATTENTION,
-    ("linear", "mlp"): "linear_blocks",
-    ("attention", "experts"): "expert_blocks",
-    ("linear", "experts"): "linear_expert_blocks",
-}
-"""(mixer, feed-forward) of a layer -> the part of a model that holds the stacked weights of such
-layers."""
-MIXERS = {part: mixer for (mixer, _), part in PARTS.items()}
-"""Part -> the mixer of its layers."""
+"""The stack of layers of attention and an MLP, which all models have."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """Properties in which layers may differ."""
 
-    part: str
-    """The part of the model with its weights: all layers of a part have the same shapes."""
+    stack: str
+    """The part of the model with its weights: all layers of a stack have the same shapes."""
     window: int | None = None
     """Number of keys that a query sees, its own included; None for the mask of the attention."""
     rope: Rope | None = None
@@ -47,47 +39,47 @@ class Stretch:
     """Neighbouring layers that are one loop: groups of layers of these kinds, in this order."""
 
     first: Mapping[str, int]
-    """For each part, the number of its layers in earlier stretches."""
+    """For each stack, the number of its layers in earlier stretches."""
     kinds: tuple[Kind, ...]
     """The kinds of the layers of a group."""
     groups: int
     """Number of groups: the turns of the loop."""
 
-    def grouped(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+    def grouped(self, stacks: Mapping[str, Any]) -> dict[str, Any]:
         """Arrays for the loop, [groups, layers of a group, ...], from arrays [layers, ...].
 
-        Arguments and result hold the arrays of each part. A group of a single layer has no
+        Arguments and result hold the arrays of each stack. A group of a single layer has no
         dimension of its own.
         """
 
-        def one(part: str, own: int) -> Any:
-            first, count = self.first[part], self.groups * own
+        def one(stack: str, own: int) -> Any:
+            first, count = self.first[stack], self.groups * own
 
             def cut(x: Any) -> Any:
                 if count != len(x):
                     x = x[first : first + count]
                 return x if len(self.kinds) == 1 else x.reshape(self.groups, own, *x.shape[1:])
 
-            return jax.tree.map(cut, parts[part])
+            return jax.tree.map(cut, stacks[stack])
 
-        return {part: one(part, own) for part, own in self._counts.items()}
+        return {stack: one(stack, own) for stack, own in self._counts.items()}
 
     @property
     def _counts(self) -> dict[str, int]:
-        """The layers of a group of each part."""
-        return Counter(kind.part for kind in self.kinds)
+        """The layers of a group of each stack."""
+        return Counter(kind.stack for kind in self.kinds)
 
     def each(self, group: Any) -> Iterator[tuple[Kind, Any]]:
-        """Each layer of a group, with its part of the arrays of `grouped` at one turn.
+        """Each layer of a group, with its share of the arrays of `grouped` at one turn.
 
-        `layer_of` takes the arrays of the layer out of that part.
+        `layer_of` takes the arrays of the layer out of that share.
         """
         if len(self.kinds) == 1:
-            yield self.kinds[0], group[self.kinds[0].part]
+            yield self.kinds[0], group[self.kinds[0].stack]
             return
-        layers = {part: itertools.count() for part in self._counts}
+        layers = {stack: itertools.count() for stack in self._counts}
         for kind in self.kinds:
-            yield kind, LayerOfGroup(group[kind.part], next(layers[kind.part]))
+            yield kind, LayerOfGroup(group[kind.stack], next(layers[kind.stack]))
 
 
 @jax.tree_util.register_dataclass
@@ -112,10 +104,10 @@ def layer_of(weights: Any) -> Any:
     return jax.tree.map(lambda x: x[weights.index], weights.group)
 
 
-def layers_of(part: str, mixers: Sequence[str], feed_forwards: Sequence[str]) -> list[int]:
-    """The numbers of the layers whose weights are in a part, given what all layers are."""
+def layers_of(stack: str, mixers: Sequence[str], feed_forwards: Sequence[str]) -> list[int]:
+    """The numbers of the layers whose weights are in a stack, given what all layers are."""
     pairs = zip(mixers, feed_forwards, strict=True)
-    return [number for number, pair in enumerate(pairs) if PARTS[pair] == part]
+    return [number for number, pair in enumerate(pairs) if stack_name(*pair) == stack]
 
 
 def kinds_of_layers(
@@ -129,10 +121,10 @@ def kinds_of_layers(
 
     def kind(i: int) -> Kind:
         mixer = mixers[i % len(mixers)]
-        part = PARTS[mixer, feed_forwards[i % len(feed_forwards)]]
-        if mixer == "linear":
-            return Kind(part)
-        return Kind(part, windows[i % len(windows)], ropes[i % len(ropes)])
+        stack = stack_name(mixer, feed_forwards[i % len(feed_forwards)])
+        if mixer != "attention":
+            return Kind(stack)
+        return Kind(stack, windows[i % len(windows)], ropes[i % len(ropes)])
 
     return tuple(map(kind, range(layers)))
 
@@ -141,7 +133,7 @@ def stretches(kinds: Sequence[Kind]) -> tuple[Stretch, ...]:
     """The fewest layers to compile that make up all layers, in the fewest loops."""
     found, first = [], 0
     for period, turns in loops_of(tuple(kinds)):
-        before = Counter(kind.part for kind in kinds[:first])
+        before = Counter(kind.stack for kind in kinds[:first])
         found.append(Stretch(before, tuple(kinds[first : first + period]), turns))
         first += period * turns
     return tuple(found)

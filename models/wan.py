@@ -20,10 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
-from models.layers import MLP, AttentionFn, NormOverHeads, biased, projected, run_blocks
+from models.layers import MLP, AttentionFn, MakeNorm, NormOverHeads, biased, projected, run_blocks
 from models.linear import linear
 from models.modulation import TIME_SCALE, add_gated, layer_norm, modulate, sinusoids
-from models.periods import ATTENTION
 from models.rope import Rope
 from startrail_jax.xla.ordering import compute_first
 
@@ -46,9 +45,6 @@ class Conditions(NamedTuple):
 
 class Wan(nnx.Module):
     """Predicts the velocity of rectified flow for every patch of the latents of videos."""
-
-    parts = (ATTENTION,)
-    """Names of the parts that are stacked layers."""
 
     def __init__(
         self,
@@ -317,7 +313,7 @@ class WanAttention(nnx.Module):
         sizes = heads, width // heads
 
         def norm() -> NormOverHeads:
-            return NormOverHeads(*sizes, epsilon=epsilon, offset=False, mean=hooks.mean_over_tensor)
+            return MakeNorm(epsilon, mean=hooks.mean_over_tensor).over_heads(*sizes)
 
         self.query, self.key, self.value = (
             linear(width, sizes, dtype=dtype, rngs=rngs) for _ in range(3)

@@ -32,7 +32,8 @@ LAYERS = (
     # Its package, which imports its modules when they are first asked for.
     {OP},
     {"models"},
-    {"trainer.durable", "trainer.errors", "trainer.places", "trainer.printable"},
+    {"trainer.durable", "trainer.errors", "trainer.places", "trainer.printable"}
+    | {"trainer.frozen"},
     {"trainer.packages", "trainer.sums"},
     {"trainer.config", "trainer.planner"},
     {"trainer.sizes"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -386,11 +387,7 @@ class LoraConfig:
     """Rank of the adapters, such as 16. By default there are none, and all weights are trained."""
     alpha: float | None = None
     """The adapters add alpha / rank times their product. The default is twice the rank."""
-    targets: tuple[
-        Literal["query", "key", "value", "out", "gate", "up", "down", "out_gate", "decay", "beta"]
-        | Literal["expert_gate", "expert_up", "expert_down"],
-        ...,
-    ] = ("query", "value")
+    targets: tuple[str, ...] = ("query", "value")
     """Projections that have adapters, in every layer that has them: four of attention and of linear
     attention, three of the MLP or the expert of all tokens, three of linear attention alone, and
     three of every other expert."""
@@ -418,6 +415,16 @@ class LoraConfig:
             raise InputError(
                 "lora.targets must name projections, each once; got "
                 f"targets={' '.join(self.targets) or 'none'}. Use --lora.targets query value."
+            )
+
+    def check_targets(self, projections: Iterable[str]) -> None:
+        """Raises if there are adapters for projections that a model has not."""
+        names = [*projections]
+        absent = [x for x in self.targets if x not in names]
+        if self.rank is not None and absent:
+            raise InputError(
+                f"lora.targets must name projections of the model; got {absent[0]}, and no layer "
+                f"has one. Use some of {' '.join(names)}."
             )
 
     @property

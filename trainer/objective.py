@@ -6,15 +6,17 @@ An objective does not know the mesh. `Program` runs it on one, as the program of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from models.hooks import Hooks
 from models.lora import add_adapters
+from models.weights import Weight
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
 from trainer.planner.models import ModelSizes
@@ -44,11 +46,17 @@ class Objective(ABC):
     def sizes(self) -> ModelSizes:
         """The sizes by which `--plan` predicts the time and the memory of a step."""
 
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, Weight]:
+        """All weights of the model, by path, without adapters: see `models.weights`. Tensor
+        parallelism, adapters, Muon and weight decay go by the names of their dimensions."""
+
     @abstractmethod
     def make_model(
         self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs
     ) -> nnx.Module:
-        """The model with initial weights. Those of all layers are stacked, in its part `blocks`."""
+        """The model with initial weights: those of `weights`, and adapters."""
 
     @abstractmethod
     def batch_shapes(self, layout: Layout) -> Any:
@@ -112,21 +120,28 @@ class Objective(ABC):
         load of an expert, which takes the place of its gradient."""
         return gradients
 
-    def check_frozen(self, frozen: Any) -> None:
-        """Raises InputError if something else than the optimizer moves frozen weights, given by
-        their shapes."""
-        del frozen
+
+def abstract_weights(objective: Objective) -> Any:
+    """Shapes and types of the weights of a model."""
+    model = nnx.eval_shape(
+        lambda: objective.make_model(jax.nn.dot_product_attention, Hooks(), nnx.Rngs(0))
+    )
+    return nnx.state(model)
 
 
-def add_lora(model: Any, lora: LoraConfig, dtype: str, rngs: nnx.Rngs) -> None:
+def add_lora(
+    model: Any, weights: Mapping[str, Weight], lora: LoraConfig, dtype: str, rngs: nnx.Rngs
+) -> None:
     """Puts the adapters of a run into its model, if it has some.
 
     Args:
+        weights: `Objective.weights`.
         dtype: type of the activations.
     """
     if lora.rank is not None:
         add_adapters(
             model,
+            weights,
             rank=lora.rank,
             scale=lora.scale,
             targets=lora.targets,

@@ -84,7 +84,7 @@ def _import_weights(config: TrainConfig, session: Any, report: Any) -> None:
     task = TASKS[config.kind]
     objective = task.make_objective(config)
     attention = make_attention(session.mesh, config, objective)
-    partition = Partition(session.mesh, 3, SHARDED_AXES, jnp.float32)
+    partition = Partition(session.mesh, objective.weights, 3, SHARDED_AXES, jnp.float32)
     model = ShardedModel(
         lambda attention_fn, hooks: objective.make_model(
             attention_fn, hooks, nnx.Rngs(config.seed)

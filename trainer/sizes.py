@@ -13,9 +13,7 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2}
 def common_sizes(config: TrainConfig) -> dict[str, Any]:
     """What the `ModelSizes` of a GPT and of a diffusion transformer have in common."""
     model, lora = config.model, getattr(config, "lora", LoraConfig())
-    names = ("width", "layers", "heads", "mlp_width")
     return {
-        **{name: getattr(model, name) for name in names},
         "name": f"that of {config.run_dir}",
         "batch": config.batch_size,
         "average": config.ema_decay is not None,
@@ -24,4 +22,5 @@ def common_sizes(config: TrainConfig) -> dict[str, Any]:
         "lora_rank": lora.rank or 0,
         "lora_targets": lora.targets,
         "frozen_itemsize": ITEMSIZES[lora.base_dtype or model.dtype],
+        "frozen_names": config.frozen,
     }

@@ -12,6 +12,8 @@ from jax import lax
 
 from models.layers import MLP
 from models.linear import linear
+from models.parts import mlp
+from models.weights import below, projection, stacked, weight
 from trainer.objective import Objective
 from trainer.parallel.optimizer import learning_rate
 from trainer.parallel.partition import path_name
@@ -66,17 +68,27 @@ class MissingLetter(Objective):
 
     @property
     def sizes(self):
-        model = self._config.model
-        names = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width")
+        model, outputs = self._config.model, len(self._config.alphabet)
+        names = {"width": "width", "heads": "heads", "head_dim": "head_dim", "mlp": "mlp_width"}
         return ModelSizes(
             name="letters",
             kind="letters",
             causal=False,
-            mlp_matrices=2,
-            outputs=len(self._config.alphabet),
+            weights=self.weights,
+            sizes={"outputs": outputs} | {x: getattr(model, y) for x, y in names.items()},
+            layers=model.layers,
+            outputs=outputs,
             itemsize=4,
-            **{name: getattr(model, name) for name in names},
         )
+
+    @property
+    def weights(self):
+        heads = projection("width | heads head_dim")
+        layer = {f"{name}/kernel": heads for name in ("query", "key", "value")}
+        layer["out/kernel"] = projection("heads head_dim | width")
+        layer |= below("mlp", mlp.weights_of("mlp", gated=False))
+        outside = {"embedding": weight("outputs width"), "head/kernel": weight("width | outputs")}
+        return stacked("blocks", layer) | outside
 
     def make_model(self, attention_fn, hooks, rngs):
         return Letters(self._config, attention_fn, hooks, rngs)

@@ -54,7 +54,7 @@ def test_every_layer_gets_its_kind_and_its_own_weights():
     for mixers in (("attention",), ("linear", "attention", "attention")):
         kinds = kinds_of_layers(mixers, ("mlp",), windows, (ROPE, None), layers)
         of_part = {
-            part: np.array([i for i, kind in enumerate(kinds) if kind.part == part])
+            part: np.array([i for i, kind in enumerate(kinds) if kind.stack == part])
             for part in ("blocks", "linear_blocks")
         }
         stacked = {

@@ -114,7 +114,7 @@ def reference(config, found):
     else:
         # The clipped norm is that of the gradients below.
         loose = dataclasses.replace(config.optimizer, clip_norm=1e9)
-        optimizer = make_optimizer(loose, STEPS)
+        optimizer = make_optimizer(loose, STEPS, whole.objective.weights)
     first, moments, values = jax.device_get(state), optimizer.init(weights), []
     for step in range(STEPS):
         loss, gradients = jax.jit(whole.gradients)(weights, random_batch(whole, step))

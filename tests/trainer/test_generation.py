@@ -12,6 +12,7 @@ from flax import nnx
 import startrail_jax as st
 from models.config import GPTConfig, RopeConfig
 from models.gpt import GPT
+from models.parts.gpt import gpt_weights
 from programs import SMALL, make_config
 from refusals import refused
 from startrail_jax.errors import InputError
@@ -83,7 +84,7 @@ def make_generator(degrees, sampling=SAMPLING, config=MODEL, *, zero=0, tile=Non
 def generate(generator, rows, num_tokens=NUM_TOKENS, config=MODEL, zero=0, **options):
     """A list of tokens for each prompt."""
     mesh = generator.attention.mesh
-    partition = Partition(mesh, zero, dtype=config.dtype)
+    partition = Partition(mesh, gpt_weights(config), zero, dtype=config.dtype)
     weights = make_weights(config)
     weights = jax.device_put(weights, partition.shardings(weights))
     steps = generator(weights, rows, num_tokens=num_tokens, **options)

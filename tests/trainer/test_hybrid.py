@@ -237,7 +237,7 @@ def test_sizes_of_the_planner_are_those_of_the_weights():
     # Three layers with three matrices of four idle experts; the router counts beside the matrices.
     assert sizes.matrices == everything - 3 * (3 * 4 * 24 * 8 - 6 * 24)
     # Three products with each state, forward, and twice as many backward.
-    states = 6 * 3 * 8 * 12 * 4 * sizes.linear_layers
+    states = 6 * 3 * 8 * 12 * 4 * sizes.layer_mixers.count("linear")
     pairs = 12 * 8 * 4 * sum(range(1, 65)) / 64 * 2
     products = 2 * (2 * (sizes.matrices + 24 * 48) + 3 * adapters)
     assert sizes.flops_per_token(64) == pytest.approx(states + pairs + products, rel=1e-12)

@@ -9,6 +9,7 @@ import pytest
 
 import startrail_jax as st
 from configs import RECIPES
+from models.weights import projection, stacked
 from programs import SMALL, make_config, make_program, train_steps
 from train import read_command_line
 from trainer.config import OptimizerConfig
@@ -44,6 +45,12 @@ MATRICES = {
     "expert_down/kernel": ((4, 6, 7), 6),
     "expert_down/lora_a": ((4, 6, 3), 6),
 }
+DECLARED = {
+    "query/kernel": projection("width | heads head_dim"),
+    "out/kernel": projection("heads head_dim | width"),
+    "up/kernel": projection("width | mlp"),
+    "expert_down/kernel": projection("experts: expert_mlp | width"),
+}
 
 
 @pytest.mark.quick
@@ -51,7 +58,7 @@ def test_muon_makes_every_matrix_orthogonal_by_itself():
     rng = np.random.default_rng(0)
     gradients = {x: rng.normal(size=(3, *shape)) for x, (shape, _) in MATRICES.items()}
     config = dataclasses.replace(MUON, warmup_fraction=0.0, clip_norm=1e9)
-    optimizer = make_optimizer(config, 10)
+    optimizer = make_optimizer(config, 10, stacked("blocks", DECLARED))
     rate = float(learning_rate(config, 10)(0))
 
     @jax.jit
@@ -93,12 +100,13 @@ def test_muon_splits_its_products_over_the_devices(degrees):
     """Every device computes its share of the layers, and weights are exchanged, never gathered."""
     layers, width = 8, 64
     mesh = st.make_mesh(degrees, axis_type="auto", devices=jax.devices()[:8])
-    partition = Partition(mesh, level=3)
+    declared = {"blocks/up/kernel": projection("layers: width | mlp")}
+    partition = Partition(mesh, declared, level=3)
     kernel = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
     weights = partition.sharded({"blocks": {"up": {"kernel": kernel}}})
 
     def compiled(partition_of_optimizer):
-        optimizer = make_optimizer(MUON, 10, partition_of_optimizer)
+        optimizer = make_optimizer(MUON, 10, declared, partition_of_optimizer)
         state = partition.sharded(jax.eval_shape(optimizer.init, weights))
         shardings = jax.tree.map(lambda x: x.sharding, (weights, state))
         step = jax.jit(optimizer.update, out_shardings=shardings)
@@ -219,7 +227,7 @@ def test_epsilon_is_that_of_adamw(kind):
     config = OptimizerConfig(
         **dict(kind=kind, learning_rate=1.0, warmup_steps=0, weight_decay=0.0, epsilon=0.25)
     )
-    optimizer, weights = make_optimizer(config, 10), {"embedding": jnp.ones((2, 2))}
+    optimizer, weights = make_optimizer(config, 10, {}), {"embedding": jnp.ones((2, 2))}
     gradients = {"embedding": jnp.asarray([[0.5, -0.25], [0.125, 0.0]])}
     updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
     x, rate = np.asarray(gradients["embedding"]), float(learning_rate(config, 10)(0))
@@ -238,8 +246,8 @@ def test_wsd_may_have_neither_warm_up_nor_end():
 def test_gradients_are_clipped_to_their_norm(kind):
     """The first moments after one step tell: updates do not depend on the scale of gradients."""
     config = OptimizerConfig(kind=kind, learning_rate=1.0, clip_norm=0.5)
-    optimizer = make_optimizer(config, 10)
-    weights = {"embedding": jnp.ones((4, 3)), "blocks": {"query": {"kernel": jnp.ones((2, 3, 4))}}}
+    optimizer = make_optimizer(config, 10, stacked("blocks", DECLARED))
+    weights = {"embedding": jnp.ones((4, 3)), "blocks": {"up": {"kernel": jnp.ones((2, 3, 4))}}}
 
     def moments(gradients):
         state = optimizer.update(gradients, optimizer.init(weights), weights)[1]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import startrail_jax as st
 from configs.gpt import gpt_tiny
 from models.gpt import GPT
+from models.parts.gpt import gpt_weights
 from refusals import refused
 from startrail_jax.analysis.messages import read_messages
 from startrail_jax.devices.degrees import ROLES
@@ -28,14 +29,17 @@ KERNELS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down
 ALL = ("data", "group", "ring", "team", "head")
 
 
+def model(**sizes):
+    return dataclasses.replace(gpt_tiny().model, **dict(heads=6, kv_heads=2, layers=3) | sizes)
+
+
 def shapes(**sizes):
     """Shapes of a GPT's weights and of Adam's moments."""
-    config = dataclasses.replace(gpt_tiny().model, **dict(heads=6, kv_heads=2, layers=3) | sizes)
+    config = model(**sizes)
 
     def initialise():
         attention_fn = jax.nn.dot_product_attention
-        model = GPT(config, attention_fn=attention_fn, rngs=nnx.Rngs(0))
-        weights = nnx.state(model)
+        weights = nnx.state(GPT(config, attention_fn=attention_fn, rngs=nnx.Rngs(0)))
         return weights, optax.adam(1.0).init(weights)
 
     return jax.eval_shape(initialise)
@@ -44,7 +48,8 @@ def shapes(**sizes):
 def specs_of(level=0, zero_axes=ALL, sizes=None, **degrees):
     degrees = st.Degrees(**degrees)
     mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    specs = Partition(mesh, level, zero_axes).specs(shapes(**sizes or {}))
+    weights = gpt_weights(model(**sizes or {}))
+    specs = Partition(mesh, weights, level, zero_axes).specs(shapes(**sizes or {}))
     leaves = jax.tree_util.tree_leaves_with_path(specs)
     return {path_name(path): spec for path, spec in leaves}
 
@@ -116,14 +121,14 @@ def test_zero_over_some_axes_leaves_the_others():
 
 def test_arrays_without_a_dimension_that_zero_divides_stay_whole_and_are_listed():
     mesh = st.make_mesh(st.Degrees(team=7), "auto", jax.devices()[:7])
-    partition = Partition(mesh, 3)
+    partition = Partition(mesh, gpt_weights(model()), 3)
     state = shapes(mlp_width=35)[0]
     specs = specs_of(3, team=7, sizes={"mlp_width": 35})
     assert specs["0/blocks/mlp/up/kernel"] == P(None, None, "team")
     unsplit = partition.unsplit(state)
     assert unsplit["embedding/embedding"] == 4 * 256 * 128
     assert "blocks/mlp/up/kernel" not in unsplit
-    assert Partition(mesh, 0).unsplit(state) == {}
+    assert Partition(mesh, gpt_weights(model()), 0).unsplit(state) == {}
 
 
 def test_indivisible_dimension_raises():
@@ -136,7 +141,7 @@ def bytes_through_a_port(degrees, order, level):
     """Of the busiest of 4 nodes of 4 devices, for gathered weights and summed gradients."""
     order = resolve_order(order)
     mesh = st.make_mesh(degrees, "auto", jax.devices()[:16], order=order, devices_per_node=4)
-    partition = Partition(mesh, level)
+    partition = Partition(mesh, {}, level)
     weights = {"split": np.arange(96.0, dtype="float32").reshape(32, 3), "whole": np.ones(5, "f4")}
     splits, specs = partition.splits(weights), partition.specs(weights)
 

@@ -30,7 +30,6 @@ from trainer.parallel.flops import PEAK_FLOPS
 from trainer.parallel.step_sizes import footprint
 from trainer.planner.config_json import _DENSE, PRETRAINED, find_model
 from trainer.planner.hardware import GPUS
-from trainer.planner.models import MoESizes
 from trainer.planner.search import Search
 from trainer.run.settings import save_config
 from trainer.tasks import TASKS
@@ -306,7 +305,7 @@ def test_hugging_face_configs_of_other_shapes(tmp_path):
     nulls |= {"num_experts": None, "moe_intermediate_size": None, "sliding_window": None}
     path.write_text(json.dumps(QWEN | {"model_type": "qwen3_moe"} | nulls))
     model = sizes_of(path)
-    assert model.experts == MoESizes(count=128, top_k=8, width=768)
+    assert (model.experts, model.top_k, model.sizes["expert_mlp"]) == (128, 8, 768)
     assert (model.kv_heads, model.head_dim, model.windows) == (32, 128, (None,))
 
 
@@ -423,7 +422,8 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     assert "--data.tokenizer" not in found.command
     assert config.model == dataclasses.replace(told, dtype="bfloat16")
     assert config.mesh.degrees == vars(found.frugal.degrees)
-    for name in ("head_dim", "tied_head", "qk_norm", "attention_gate", "layer_mixers"):
+    assert model.is_gated == told.attention_gate
+    for name in ("head_dim", "tied_head", "qk_norm", "layer_mixers"):
         assert getattr(model, name) == getattr(told, name)
     if kind == "llama":
         # Flags change the model of a folder.

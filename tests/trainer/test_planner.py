@@ -14,6 +14,8 @@ import pytest
 from jax.experimental import multihost_utils
 
 import startrail_jax as st
+from configs import RECIPES
+from models.config import GPTConfig, LinearConfig
 from plans import MODELS, plan
 from refusals import refused
 from startrail_jax import masks
@@ -23,11 +25,11 @@ from startrail_jax.rings.schedule import schedule_of
 from startrail_jax.tokens.layout import Layout
 from trainer.planner import here
 from trainer.planner.documents import visible_shares
+from trainer.planner.gpt import sizes_of_gpt
 from trainer.planner.grid import ORDERS, Call, Settings, all_settings
 from trainer.planner.hardware import GPUS, Cluster, find_gpu
 from trainer.planner.here import LinkSpeed, _ports, data_sheet_cluster, measure_cluster
 from trainer.planner.memory import footprint_of
-from trainer.planner.models import LinearSizes, ModelSizes
 from trainer.planner.planning import plan_of
 from trainer.planner.quantities import parse_rate
 from trainer.planner.search import BASELINES, REMAT, Candidates, Search
@@ -36,16 +38,10 @@ from trainer.planner.timing import Timing
 
 MEASURED = Path(__file__).parent / "planner_measured.txt"
 EVERY = Path(__file__).parent / "planner_every.txt"
-SMALL = ModelSizes(
-    name="small",
-    width=64,
-    layers=2,
-    heads=12,
-    kv_heads=4,
-    head_dim=16,
-    mlp_width=96,
-    outputs=128,
+SMALL_GPT = GPTConfig(
+    width=64, layers=2, heads=12, kv_heads=4, head_dim=16, mlp_width=96, vocab_size=128
 )
+SMALL = sizes_of_gpt(SMALL_GPT, name="small")
 # A GPU of round numbers, whose kernels take no time.
 INSTANT = dataclasses.replace(
     GPUS["h100"], name="instant", peak_flops=1e30, memory_rate=1e30, inside_rate=1e9
@@ -75,7 +71,11 @@ def one(order=ROLES, inner=1, published=False, **degrees):
     )
 
 
-def call(model=SMALL, seq_len=96, batch=2, **changes):
+def call(model=SMALL, seq_len=96, batch=2, gpt=SMALL_GPT, **changes):
+    """A call of a model, or of `gpt` with what `changes` has of it; the others are of its sizes."""
+    of_gpt = {name: changes.pop(name) for name in {*changes} & {*vars(SMALL_GPT)} - {"windows"}}
+    if of_gpt:
+        model = sizes_of_gpt(dataclasses.replace(gpt, **of_gpt), name="small")
     return Call(model=dataclasses.replace(model, **changes), seq_len=seq_len, batch=batch)
 
 
@@ -257,9 +257,9 @@ def test_norms_of_queries_and_keys_take_memory():
     step = Step(Timing(all_settings(where, asked, given=dict(tensor=1)), where, asked))
     sizes = step.sizes(Savings(zero=0, remat="full", offload=False, tiled=True))
     normed = footprint_of(sizes)["attention or MLP"]
-    plain = footprint_of(
-        dataclasses.replace(sizes, model=dataclasses.replace(asked.model, qk_norm=False))
-    )["attention or MLP"]
+    weights = {x: y for x, y in asked.model.weights.items() if "_norm/" not in x}
+    without = dataclasses.replace(asked.model, weights=weights)
+    plain = footprint_of(dataclasses.replace(sizes, model=without))["attention or MLP"]
     np.testing.assert_array_equal(normed - plain, 2**18 * (2 * 32 + 4 * 8) * 128)
 
 
@@ -586,6 +586,11 @@ QWEN3 = {
 }
 
 
+def qwen3(size):
+    model = dataclasses.replace(RECIPES["qwen3_8b_1m"]().model, **QWEN3[size])
+    return sizes_of_gpt(model, name="given")
+
+
 @pytest.mark.parametrize(
     ("size", "tokens", "nodes", "seconds"),
     [
@@ -599,8 +604,7 @@ QWEN3 = {
 )
 def test_steps_of_long_sequences_take_what_others_measured(size, tokens, nodes, seconds):
     """TRL's table: Qwen3 on nodes of eight H100; of 364 to 380 s, the middle."""
-    model = dataclasses.replace(MODELS["qwen3_8b"], name="given", **QWEN3[size])
-    found = plan(**H100_NODES | {"nodes": nodes}, model=model, seq_len=tokens, top=1)
+    found = plan(**H100_NODES | {"nodes": nodes}, model=qwen3(size), seq_len=tokens, top=1)
     assert found.winner.seconds == pytest.approx(seconds, rel=0.1)
 
 
@@ -609,7 +613,7 @@ SLOW_PORTS = dict(
     gpus_per_node=1,
     gpu="h100",
     port="1GB/s",
-    model=dataclasses.replace(MODELS["qwen3_8b"], name="given", **QWEN3["0.6B"]),
+    model=qwen3("0.6B"),
 )
 
 
@@ -708,7 +712,7 @@ def test_kernels_between_matrices_take_the_time_of_their_bytes():
 
 def test_states_of_linear_attention_wait_for_their_messages():
     """Of four devices: a map and two states go up, one state is summed, and three maps go down."""
-    sizes = LinearSizes(heads=6, key_heads=2, key_dim=8, value_dim=12, conv=4)
+    sizes = LinearConfig(heads=6, key_heads=2, key_dim=8, value_dim=12, conv=4)
     asked = call(mixers=("linear", "attention"), linear=sizes, batch=3)
     for remat, passes in (("attention_saved", 2), ("full", 3)):
         savings = Savings(zero=0, remat=remat, offload=False, tiled=False)

@@ -21,6 +21,7 @@ import startrail_jax as st
 import train
 from configs.gpt import gpt_tiny
 from models.config import GPTConfig, RopeConfig
+from models.parts.gpt import gpt_weights
 from peak import Peak, needs_linux
 from pretrained import REFERENCES, import_and_export, make_config, reference_of, save_in_types
 from programs import make_program, weight_shapes
@@ -105,7 +106,8 @@ def shapes_of(config, ring=1, level=0, dtype=jnp.float32):
     shapes = {
         path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in weight_shapes(config).items()
     }
-    return Partition(mesh, level).sharded(unflatten_dict(shapes, sep="/"))
+    partition = Partition(mesh, gpt_weights(config.model), level)
+    return partition.sharded(unflatten_dict(shapes, sep="/"))
 
 
 def open_it(folder, **changes):

@@ -17,6 +17,7 @@ import fake_cudnn
 import startrail_jax as st
 from models.config import RopeConfig
 from models.gpt import GPT
+from models.parts.gpt import gpt_weights
 from programs import SMALL, learnable_tokens, make_config, placed, train_steps
 from programs import make_program as program_of
 from trainer.checkpoints.checkpoint import Checkpoints
@@ -392,10 +393,13 @@ def test_weights_are_decayed_but_for_norms(initial_state):
 
 
 def test_biases_and_sinks_are_not_decayed():
-    optimizer = make_optimizer(CONFIG.optimizer, 10)
-    weights = {"query_bias": jnp.ones(3), "sinks": jnp.ones(3), "query": {"kernel": jnp.ones(3)}}
+    model = dataclasses.replace(CONFIG.model, qkv_bias=True, sinks=True)
+    optimizer = make_optimizer(CONFIG.optimizer, 10, gpt_weights(model))
+    layer = {"query_bias": jnp.ones(3), "sinks": jnp.ones(3), "query": {"kernel": jnp.ones(3)}}
+    weights = {"blocks": {"attention": layer}}
     gradients = jax.tree.map(jnp.zeros_like, weights)
     updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
+    updates = updates["blocks"]["attention"]
     assert not updates["query_bias"].any()
     assert not updates["sinks"].any()
     assert (updates["query"]["kernel"] < 0).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.dit import DiT
 from models.hooks import Hooks
+from models.parts.dit import dit_weights
+from models.weights import Weight
 from startrail_jax.tokens.layout import Layout
 from trainer.data.order import NO_EXAMPLE
 from trainer.dit.batches import Grid, ImageBatch, tokens_of
@@ -22,7 +24,6 @@ from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Kind, draw_times, noised
 from trainer.dit.sizes import sizes_of
 from trainer.objective import Objective
-from trainer.parallel.frozen import with_frozen
 from trainer.planner.models import ModelSizes
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
@@ -120,8 +121,12 @@ class Denoising(Denoiser):
         return DiT(**vars(self._config.model), attention_fn=attention_fn, hooks=hooks, rngs=rngs)
 
     @functools.cached_property
+    def weights(self) -> Mapping[str, Weight]:
+        return dit_weights()
+
+    @functools.cached_property
     def sizes(self) -> ModelSizes:
-        return with_frozen(sizes_of(self._config), self, self._config)
+        return sizes_of(self._config)
 
     def batch_shapes(self, layout: Layout) -> ImageBatch:
         config = self._config

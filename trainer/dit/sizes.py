@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from models.parts.dit import TIME_CHANNELS, dit_weights
 from trainer.dit.config import DiTTrainConfig
 from trainer.planner.models import DIT, ModelSizes
 from trainer.sizes import common_sizes
@@ -12,19 +13,30 @@ from trainer.sizes import common_sizes
 
 def sizes_of(config: DiTTrainConfig) -> ModelSizes:
     """The sizes of the model of a run."""
-    return sizes_of_patches(config, classes=config.model.classes)
+    own = {"time": TIME_CHANNELS, "classes": config.model.classes + 1}
+    return sizes_of_patches(config, weights=dit_weights(), own=own)
 
 
-def sizes_of_patches(config: Any, **others: Any) -> ModelSizes:
-    """The sizes of a model whose tokens are patches; `others` are fields of its own."""
+def sizes_of_patches(config: Any, *, own: dict[str, int], **others: Any) -> ModelSizes:
+    """The sizes of a model whose tokens are patches.
+
+    Args:
+        config: of a run.
+        own: sizes of dimensions that other models have not.
+        others: fields of its own.
+    """
     model = config.model
-    patch = math.prod(model.patch)
+    outputs = math.prod(model.patch) * model.channels
+    sizes = {
+        **{"width": model.width, "heads": model.heads, "mlp": model.mlp_width},
+        "head_dim": max(model.width // model.heads, 1),
+        "values": outputs,
+        **{"layer_modulations": 6, "modulations": 2},
+    }
     return ModelSizes(
         **{**common_sizes(config), **DIT, **others},
-        kv_heads=model.heads,
-        head_dim=max(model.width // model.heads, 1),
-        mlp_matrices=2,
-        outputs=patch * model.channels,
-        patch=patch,
+        sizes=sizes | own,
+        layers=model.layers,
+        outputs=outputs,
         block=config.block_tokens,
     )

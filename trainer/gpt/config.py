@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from models.checks import check_minimum, check_range
 from models.config import GPTConfig
+from models.parts.gpt import gpt_weights
+from models.weights import projections
 from startrail_jax.errors import InputError
 from trainer.config import LoraConfig, SampleConfig, TrainConfig
 from trainer.places import check_folder, check_on_disk
@@ -227,25 +229,13 @@ class GPTTrainConfig(TrainConfig):
                 "data.longest_document must be below seq_len, at which documents are cut anyway; "
                 f"got longest_document={longest}, seq_len={self.seq_len}. Leave it out."
             )
-        lacking = {"gate"} if self.model.mlp == "gelu" else set()
-        if "linear" not in self.model.layer_mixers:
-            lacking |= {"out_gate", "decay", "beta"}
-        if "mlp" not in self.model.layer_feed_forwards and not self.model.experts.shared_width:
-            lacking |= {"gate", "up", "down"}
-        if "experts" not in self.model.layer_feed_forwards:
-            lacking |= {"expert_gate", "expert_up", "expert_down"}
-        absent = [x for x in self.lora.targets if x in lacking]
         if self.lora.rank is not None and self.model.experts.balance_rate:
             raise InputError(
                 "model.experts.balance_rate moves weights, which adapters freeze; got "
                 f"balance_rate={self.model.experts.balance_rate}, lora.rank={self.lora.rank}. Use "
                 "--model.experts.balance-loss."
             )
-        if self.lora.rank is not None and absent:
-            raise InputError(
-                f"lora.targets must name projections of the model; got {absent[0]}, and no layer "
-                f"has one. Leave {absent[0]} out."
-            )
+        self.lora.check_targets(projections(gpt_weights(self.model)))
 
     @property
     def num_tokens(self) -> int:

@@ -21,19 +21,19 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, Integer
 
-from models.gated_delta import RULE
 from models.gpt import GPT
-from models.periods import MIXERS, layers_of
+from models.parts.gpt import gpt_weights, recurrences_of, stack_pairs
+from models.parts.recurrence import Recurrence
+from models.periods import layers_of
 from startrail_jax.attention import Attention
 from startrail_jax.errors import InputError
-from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
 from startrail_jax.xla.varying import vary
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling, choose_token
-from trainer.parallel.partition import STACKED, Partition
+from trainer.parallel.partition import Partition
 from trainer.parallel.sharded_model import ShardedModel
 
 
@@ -53,7 +53,7 @@ class Generator:
         self._config = model
         self._tile = config.tile
         level = 3 if zero == 3 else 0
-        self._partition = Partition(mesh, level, config.zero_axes, model.dtype)
+        self._partition = Partition(mesh, gpt_weights(model), level, config.zero_axes, model.dtype)
         self._model = ShardedModel(
             lambda attention_fn, hooks: make_gpt(
                 model, config.lora, attention_fn, hooks, nnx.Rngs(0)
@@ -135,9 +135,9 @@ class Generator:
     def _num_slots(self, rows: int, num_tokens: int) -> int:
         """Slots of a cache for `num_tokens`: a number that the layout and the tiles divide."""
         layout, data = self.attention.layout, self.attention.degrees.data
-        if "linear" in self._config.layer_mixers:
+        for recurrence in filter(None, self._recurrences.values()):
             # A slice must hold what the convolution of the next one sees.
-            num_tokens = max(num_tokens, layout.multiple * (self._config.linear.conv - 1))
+            num_tokens = max(num_tokens, layout.multiple * (recurrence.conv - 1))
         slots = layout.padded_length(num_tokens)
         if self._tile is None or rows // data * slots // layout.degree <= self._tile:
             return slots
@@ -175,8 +175,8 @@ class Generator:
     @property
     def _cache_specs(self) -> dict[str, Any]:
         """PartitionSpecs of the caches of all layers: keys and values [layers, B, S, heads,
-        head_dim], states of linear attention [layers, devices, B, heads, key_dim, value_dim], and
-        inputs of its convolutions before the next token [layers, devices, B, tokens, channels].
+        head_dim], states of a recurrence [layers, devices, B, heads, key_dim, value_dim], and
+        inputs of its convolution before the next token [layers, devices, B, tokens, channels].
         Each device along the sequence has a copy of the last two. With fewer key heads than devices
         along `tensor`, each device has the heads it needs, and these copies count as heads."""
         data, sequence = self.attention.sequence_spec
@@ -184,12 +184,16 @@ class Generator:
         of_keys = PartitionSpec(None, *self.attention.query_spec(self._config.heads))
         states = PartitionSpec(None, sequence, data, tensor)
         tails = PartitionSpec(None, sequence, data, None, tensor)
-        specs = {"attention": (of_keys, of_keys), "linear": (states, tails)}
-        return {part: specs[MIXERS[part]] for part in self._parts}
+        return {
+            stack: (of_keys, of_keys) if recurrence is None else (states, tails)
+            for stack, recurrence in self._recurrences.items()
+        }
 
-    @property
-    def _parts(self) -> tuple[str, ...]:
-        return tuple(part for part in STACKED if part in self.weight_shapes)
+    @cached_property
+    def _recurrences(self) -> dict[str, Recurrence | None]:
+        """The recurrence of the layers of each stack; None for layers with attention."""
+        known, pairs = recurrences_of(self._config), stack_pairs(self._config)
+        return {stack: known.get(mixer) for stack, (mixer, _) in pairs.items()}
 
     # What one device does.
 
@@ -209,10 +213,9 @@ class Generator:
             new = (x[:, :, ::copies] for x in arrays[1:])
             return self._model.attend(*arrays, **options), _written(kv_cache, new, layer)
 
-        def mix(
-            cache: Any, layer: Array, x: Array, kernel: Array, heads_of: Any, *gates: Array
-        ) -> tuple[Array, Any]:
-            linear = self._linear
+        def mix(recurrence: Recurrence, *inputs: Any) -> tuple[Array, Any]:
+            cache, layer, x, kernel, heads_of, *gates = inputs
+            linear = self._model.linear(recurrence.rule)
             options: dict[str, Any] = {"segment_ids": segment_ids}
             x, tail = linear.conv_local(x, kernel, return_last=True, **options)
             out, state = linear.local(*heads_of(x), *gates, return_state=True, **options)
@@ -220,7 +223,7 @@ class Generator:
 
         model = self._model.local(weights)
         empty = self._empty_caches(*tokens.shape)
-        attends = self._by_part(attend, mix)
+        attends = self._by_stack(attend, mix)
         hidden, caches = model.hidden_with_cache(tokens, positions, empty, attends)
         # The last token of a row is on one device, which sends its hidden state to the others.
         last = (positions == lengths[:, None] - 1)[:, :, None]
@@ -256,16 +259,16 @@ class Generator:
             attention = self._model.windowed(local_window_size)
             return attention.decode_local(query, keys, values, at, sinks), kv_cache
 
-        def mix(
-            cache: Any, layer: Array, x: Array, kernel: Array, heads_of: Any, *gates: Array
-        ) -> tuple[Array, Any]:
+        def mix(recurrence: Recurrence, *inputs: Any) -> tuple[Array, Any]:
+            cache, layer, x, kernel, heads_of, *gates = inputs
+            linear = self._model.linear(recurrence.rule)
             state, tail = (lax.dynamic_index_in_dim(x, layer, keepdims=False)[0] for x in cache)
-            x, tail = self._linear.decode_conv(x, kernel, initial=tail)
-            out, state = self._linear.decode_local(*heads_of(x), *gates, state=state)
+            x, tail = linear.decode_conv(x, kernel, initial=tail)
+            out, state = linear.decode_local(*heads_of(x), *gates, state=state)
             return out, _written(cache, self._copied(state, tail), layer)
 
         model = self._model.local(weights)
-        attends = self._by_part(attend, mix)
+        attends = self._by_stack(attend, mix)
         hidden, caches = model.hidden_with_cache(tokens[:, None], at, caches, attends)
         return self._choose(model, hidden, positions + 1), caches
 
@@ -300,27 +303,30 @@ class Generator:
         heads = config.kv_heads // degrees.tensor
         if config.kv_heads % degrees.tensor:
             heads = degrees.head // self.attention.key_copies(config.kv_heads)
-        keys = (rows, slots, heads, config.head_dim), config.dtype
-        sizes = config.linear_sizes
-        states = sizes.heads // degrees.tensor
-        key_heads = max(sizes.key_heads // degrees.tensor, 1)
-        channels = 2 * key_heads * sizes.key_dim + states * sizes.value_dim
-        shape = (1, rows)
-        of_linear = (
-            ((*shape, states, sizes.key_dim, sizes.value_dim), jnp.float32),
-            ((*shape, sizes.conv - 1, channels), config.dtype),
-        )
-        shapes = self._by_part((keys, keys), of_linear)
 
-        def empty(part: str, shape: tuple[int, ...], dtype: Any) -> Array:
-            layers = layers_of(part, config.layer_mixers, config.layer_feed_forwards)
+        def shapes(recurrence: Recurrence | None) -> tuple[Any, Any]:
+            if recurrence is None:
+                keys = (rows, slots, heads, config.head_dim), config.dtype
+                return keys, keys
+            own = recurrence.on_device(degrees.tensor)
+            states, tail = (1, *own.state_shape(rows)), (1, *own.tail_shape(rows))
+            return (states, jnp.float32), (tail, config.dtype)
+
+        def empty(stack: str, shape: tuple[int, ...], dtype: Any) -> Array:
+            layers = layers_of(stack, config.layer_mixers, config.layer_feed_forwards)
             return self._varying(jnp.zeros((len(layers), *shape), dtype))
 
-        return {part: tuple(empty(part, *x) for x in shapes[part]) for part in self._parts}
+        return {
+            stack: tuple(empty(stack, *x) for x in shapes(recurrence))
+            for stack, recurrence in self._recurrences.items()
+        }
 
-    def _by_part(self, attention: Any, linear: Any) -> dict[str, Any]:
-        """What layers with attention have, and those with linear attention, by their parts."""
-        return {x: linear if MIXERS[x] == "linear" else attention for x in self._parts}
+    def _by_stack(self, attend: Any, mix: Any) -> dict[str, Any]:
+        """What the layers of each stack call: `attend`, or `mix` with their recurrence."""
+        return {
+            stack: attend if recurrence is None else partial(mix, recurrence)
+            for stack, recurrence in self._recurrences.items()
+        }
 
     def _copied(self, *arrays: Array) -> list[Array]:
         """Arrays that all devices along the sequence have, as each one's own."""
@@ -328,10 +334,6 @@ class Generator:
 
     def _varying(self, x: Array) -> Array:
         return vary(x, *self._partition.replicas, *self._partition.tensor)
-
-    @cached_property
-    def _linear(self) -> LinearAttention:
-        return self._model.linear(RULE)
 
     @property
     def _sequence_axes(self) -> tuple[str, ...]:

@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Shaped
 
 from models.config import GPTConfig
-from models.layers import ADAPTERS
+from models.parts.gpt import gpt_weights
 from models.periods import layers_of
+from models.weights import ADAPTERS
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.pretrained.families import without_losses
 from trainer.gpt.pretrained.tensors import BY_KEY_HEAD, tables
-from trainer.parallel.partition import counts_experts
 from trainer.run.settings import settings_of
 from trainer.weights.adapters import KERNEL, as_matrix
 from trainer.weights.places import Share
@@ -92,16 +92,15 @@ def _adapted(
     """The adapted projections by their names in transformers: modules, such as "q_proj", and
     parameters. In a model with experts, PEFT takes modules gate_proj, up_proj and down_proj for the
     experts; their weights, as parameters, are those of other layers too."""
-    modules: dict[str, set[str]] = {}
+    weights, modules = gpt_weights(model), dict[str, set[str]]()
     parameters: dict[str, set[str]] = {}
     for part, table in tables(model, family).items():
-        if not layers_of(part, model.layer_mixers, model.layer_feed_forwards):
-            continue
         for path, (name, _) in table.items():
             *_, target, kind = ("", *path.split("/"))
-            if kind != KERNEL or target not in targets:
+            weight = weights.get(f"{part}/{path}")
+            if weight is None or kind != KERNEL or target not in targets:
                 continue
-            if counts_experts(target):
+            if weight.of_experts:
                 parameters.setdefault(_DOWN if target == "expert_down" else _FUSED, set()).add(path)
             elif path.startswith("mlp/") and "experts" in model.layer_feed_forwards:
                 parameters.setdefault(name.partition("mlp.")[2], set()).add(path)
@@ -116,7 +115,7 @@ def peft_tensors(
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
     Where several weights are rows of one tensor, their adapters are one, of the sum of their ranks.
     Those of experts are [experts * rank, inputs] and [outputs, rank * experts]."""
-    found = {}
+    found, weights = {}, gpt_weights(model)
     for part, table in tables(model, family).items():
         layers = layers_of(part, model.layer_mixers, model.layer_feed_forwards)
         for place, layer in enumerate(layers):
@@ -125,7 +124,9 @@ def peft_tensors(
         names = dict.fromkeys(
             name
             for path, (name, _) in table.items()
-            if path.endswith(KERNEL) and not counts_experts(path.split("/")[-2])
+            if path.endswith(KERNEL)
+            and (weight := weights.get(f"{part}/{path}"))
+            and not weight.of_experts
         )
         for name in names:
             rows = [path.removesuffix(f"/{KERNEL}") for path, (x, _) in table.items() if x == name]
@@ -136,7 +137,7 @@ def peft_tensors(
                 own = [
                     None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
                 ]
-                groups = model.linear_sizes.key_heads if name in BY_KEY_HEAD else 1
+                groups = model.linear.of_model(model).key_heads if name in BY_KEY_HEAD else 1
                 both = _joined(own, _outputs(model, rows), groups)
                 for letter, matrix in zip("AB", both, strict=True):
                     key = name.removesuffix("weight") + f"lora_{letter}.weight"
@@ -155,7 +156,7 @@ def _of_experts(
         return None if found[0] is None else [np.asarray(x)[place] for x in found]
 
     found, down = {}, pair("down")
-    hidden = model.expert_sizes.width
+    hidden = model.experts.of_model(model).width
     # Of gpt-oss, gates and projections up take turns.
     turns = hidden if family == "gpt_oss" else 1
     prefix = "" if down is None else "base_layer."
@@ -173,7 +174,7 @@ def _of_experts(
 
 def _outputs(model: GPTConfig, rows: Sequence[str]) -> list[int]:
     """The outputs of the projections whose weights are rows of one tensor."""
-    sizes = model.linear_sizes
+    sizes = model.linear.of_model(model)
     keys, values = sizes.key_heads * sizes.key_dim, sizes.heads * sizes.value_dim
     found = {"query": keys, "key": keys, "value": values, "out_gate": values}
     return [found.get(path.rpartition("/")[2], sizes.heads) for path in rows]

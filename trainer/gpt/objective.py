@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,14 +15,14 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.config import GPTConfig
 from models.gpt import GPT
 from models.hooks import Hooks
-from startrail_jax.errors import InputError
+from models.parts.gpt import gpt_weights
+from models.weights import Weight
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.sizes import sizes_of
 from trainer.objective import Objective, add_lora
-from trainer.parallel.frozen import with_frozen
 from trainer.parallel.partition import path_name
 from trainer.planner.models import ModelSizes
 
@@ -42,12 +42,16 @@ class NextToken(Objective):
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
-        return with_frozen(sizes_of(self._config), self, self._config)
+        return sizes_of(self._config)
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> GPT:
         config = self._config
         windows = (None,) if config.model.has_one_window else config.layer_windows
         return make_gpt(config.model, config.lora, attention_fn, hooks, rngs, windows=windows)
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, Weight]:
+        return gpt_weights(self._config.model)
 
     def batch_shapes(self, layout: Layout) -> TokenBatch:
         shape = (self._config.batch_size, layout.padded_length(self._config.seq_len))
@@ -75,15 +79,6 @@ class NextToken(Objective):
             return gradients
         labels = _balanced(gradients)
         return jax.tree.map(lambda x, y: None if y == "balance" else x, gradients, labels)
-
-    def check_frozen(self, frozen: Any) -> None:
-        rate, labels = self._config.model.experts.balance_rate, jax.tree.leaves(_balanced(frozen))
-        if rate and "balance" in labels:
-            raise InputError(
-                "model.experts.balance_rate moves the weights */choice_bias, which frozen must not "
-                f"match; got balance_rate={rate}, frozen={' '.join(self._config.frozen)}. Use "
-                "patterns that leave them out, or --model.experts.balance-loss."
-            )
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -126,5 +121,5 @@ def make_gpt(
 ) -> GPT:
     """The model of a run, with its adapters if it has some; `others` are arguments of `GPT`."""
     gpt = GPT(model, attention_fn=attention_fn, hooks=hooks, rngs=rngs, **others)
-    add_lora(gpt, lora, model.dtype, rngs)
+    add_lora(gpt, gpt_weights(model), lora, model.dtype, rngs)
     return gpt

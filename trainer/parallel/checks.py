@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from models.config import GPTConfig
+from models.parts.gpt import recurrences_of
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError
@@ -29,16 +31,18 @@ def make_partition(
     mesh: Mesh | AbstractMesh, config: TrainConfig, objective: Objective
 ) -> Partition:
     """How the state of a run is sharded on a mesh."""
-    partition = Partition(mesh, config.zero, config.zero_axes, config.model.dtype)
+    partition = Partition(
+        mesh, objective.weights, config.zero, config.zero_axes, config.model.dtype
+    )
     tokens = config.batch_size * config.num_tokens // config.gradient_accumulation
     tokens //= partition.size(partition.replicas)
     devices, tensor = (partition.size(x) for x in (partition.zero, partition.tensor))
     sizes = objective.sizes
     dispatches = config.zero == 3 and bool(sizes.dispatches(tokens, devices, tensor))
-    if sizes.experts is not None and sizes.dispatch and not dispatches:
+    if sizes.experts and sizes.dispatch and not dispatches:
         raise InputError(
             "experts=dispatch needs devices of zero_axes whose number divides the experts; got "
-            f"{devices} devices and {sizes.experts.count} experts. Use --experts gather."
+            f"{devices} devices and {sizes.experts} experts. Use --experts gather."
         )
     return replace(partition, dispatches=dispatches)
 
@@ -68,17 +72,18 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
 def check_linear(tensor: int, config: TrainConfig) -> None:
     """Raises a ValueError unless `tensor` divides the heads of linear attention. Fewer key heads
     than devices are fine: some share one."""
-    if "linear" not in getattr(config.model, "layer_mixers", ()):
+    recurrences = recurrences_of(config.model) if isinstance(config.model, GPTConfig) else {}
+    if not recurrences:
         if config.attention.linear_backend == "xla":
             return
         raise InputError(
             "attention.linear_backend needs layers of linear attention; got linear_backend="
             f"{config.attention.linear_backend!r} and a model without any. Leave it out."
         )
-    heads, key_heads = (getattr(config.model.linear_sizes, name) for name in ("heads", "key_heads"))
-    if heads % tensor or (key_heads % tensor and tensor % key_heads):
-        raise InputError(
-            "mesh.tensor must divide the heads of linear attention, and divide its key heads or "
-            f"be a multiple of them; got tensor={tensor}, heads={heads}, key_heads={key_heads}. "
-            "Change one of them."
-        )
+    for x in recurrences.values():
+        if x.heads % tensor or (x.key_heads % tensor and tensor % x.key_heads):
+            raise InputError(
+                "mesh.tensor must divide the heads of linear attention, and divide its key heads "
+                f"or be a multiple of them; got tensor={tensor}, heads={x.heads}, "
+                f"key_heads={x.key_heads}. Change one of them."
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,24 +15,15 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
-from models.layers import ADAPTERS
+from models.weights import Weight, find
 from trainer.config import OptimizerConfig
-from trainer.parallel.partition import (
-    STACKED,
-    TENSOR_DIMS,
-    Partition,
-    Split,
-    counts_experts,
-    path_name,
-)
+from trainer.parallel.partition import Partition, Split, path_name
 
 # Root mean square of the entries of an update of AdamW, roughly. Muon's are scaled to it, whatever
 # the shape of a matrix, so that one learning rate and one weight decay serve both.
 # Reference: https://arxiv.org/abs/2502.16982
 RMS_OF_ADAMW = 0.2
 MOMENTUM = 0.95
-NOT_DECAYED = ("scale", "_bias", "sinks", "decay_rate")
-"""What the names of the weights have in them that weight decay leaves alone."""
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -69,13 +61,13 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    config: OptimizerConfig, steps: int, partition: Partition | None = None
+    config: OptimizerConfig,
+    steps: int,
+    weights: Mapping[str, Weight],
+    partition: Partition | None = None,
 ) -> optax.GradientTransformation:
-    """The optimizer of a run of `steps` steps; the devices of `partition` share Muon's products.
-
-    Scales of norms, biases and sinks are not decayed. They are recognised by their names, not by
-    their dimensions: stacked for all layers, they are matrices.
-    """
+    """The optimizer of a run of `steps` steps, for a model of these weights; the devices of
+    `partition` share Muon's products."""
     rate = learning_rate(config, steps)
     adamw = optax.adamw(
         rate,
@@ -83,29 +75,35 @@ def make_optimizer(
         b2=config.beta2,
         eps=config.epsilon,
         weight_decay=config.weight_decay,
-        mask=_decayed,
+        mask=partial(_decayed, weights),
     )
     clip = optax.clip_by_global_norm(config.clip_norm)
     if config.kind == "adamw":
         return optax.chain(clip, adamw)
     muon = optax.chain(
-        _scale_by_muon(MOMENTUM if config.momentum is None else config.momentum, partition),
-        optax.stateless(_as_large_as_adamw),
+        _scale_by_muon(
+            MOMENTUM if config.momentum is None else config.momentum, weights, partition
+        ),
+        optax.stateless(partial(_as_large_as_adamw, weights)),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
     )
-    return optax.chain(clip, optax.partition({"muon": muon, "adamw": adamw}, _kinds))
-
-
-def _kinds(weights: Any) -> Any:
-    """What updates each weight. Muon is made for the matrices between the activations of layers."""
-
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: "adamw" if _matrix(path, x) is None else "muon", weights
+    return optax.chain(
+        clip, optax.partition({"muon": muon, "adamw": adamw}, partial(_kinds, weights))
     )
 
 
-def _scale_by_muon(beta: float, partition: Partition | None) -> optax.GradientTransformation:
+def _kinds(declared: Mapping[str, Weight], weights: Any) -> Any:
+    """What updates each weight. Muon is made for the matrices between the activations of layers."""
+
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: "adamw" if _matrix(declared, path) is None else "muon", weights
+    )
+
+
+def _scale_by_muon(
+    beta: float, declared: Mapping[str, Weight], partition: Partition | None
+) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon`, of which every device computes the products of some layers. In
     optax's own, XLA splits products as the weights lie, over contracted dimensions, so that every
     device would hold the squares of all layers."""
@@ -118,16 +116,18 @@ def _scale_by_muon(beta: float, partition: Partition | None) -> optax.GradientTr
         ahead = optax.tree.bias_correction(moment, beta, optax.safe_increment(count))
         now = optax.tree.bias_correction(updates, beta, count)
         steps = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
-        updates = jax.tree_util.tree_map_with_path(partial(_orthogonal, partition), steps)
+        updates = jax.tree_util.tree_map_with_path(partial(_orthogonal, declared, partition), steps)
         return updates, MuonState(count, moment, state.ns_coeffs)
 
     return optax.GradientTransformation(scale_by_muon(beta=beta).init, update)
 
 
-def _orthogonal(partition: Partition | None, path: tuple[Any, ...], x: Any) -> Any:
+def _orthogonal(
+    declared: Mapping[str, Weight], partition: Partition | None, path: tuple[Any, ...], x: Any
+) -> Any:
     """A weight of all layers whose matrices are made orthogonal, by the devices of each layer."""
     # Without an average, what is left of Muon does that alone.
-    muon = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_matrix(path, x))
+    muon = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_matrix(declared, path))
     if partition is None:
         return muon.update(x, muon.init(x))[0]
     layers, stages = len(x), _stages(partition, partition.splits({path_name(path): x}))
@@ -155,11 +155,11 @@ def _stages(partition: Partition, splits: dict[str, Split]) -> list[NamedShardin
     return [NamedSharding(partition.mesh, spec) for spec in specs]
 
 
-def _as_large_as_adamw(updates: Any, _: Any) -> Any:
+def _as_large_as_adamw(declared: Mapping[str, Weight], updates: Any, _: Any) -> Any:
     """Orthogonal matrices, scaled: an m x n one has entries of root mean square max(m, n)^-1/2."""
 
     def scaled(path: tuple[Any, ...], x: Any) -> Any:
-        matrix = _matrix(path, x)
+        matrix = _matrix(declared, path)
         assert matrix is not None, "the others are masked"
         rows, columns = (
             math.prod(x.shape[dim] for dim in dims)
@@ -170,26 +170,24 @@ def _as_large_as_adamw(updates: Any, _: Any) -> Any:
     return jax.tree_util.tree_map_with_path(scaled, updates)
 
 
-def _matrix(path: tuple[Any, ...], x: Any) -> Any:
-    """The `MuonDimensionNumbers` of a projection of attention or MLP, or of its adapter's matrices;
-    None for all else. Every layer is made orthogonal by itself. The heads of a projection and the
-    channels of a head are the rows, or the columns, of one matrix."""
-    *parents, layer, name = ("", *path_name(path).split("/"))
-    if (
-        not {*STACKED}.intersection(parents)
-        or layer not in TENSOR_DIMS
-        or name not in ("kernel", *ADAPTERS)
-    ):
+def _matrix(declared: Mapping[str, Weight], path: tuple[Any, ...]) -> Any:
+    """The `MuonDimensionNumbers` of a projection of a layer, or of its adapter's matrices; None for
+    all else. Every layer, and every expert, is made orthogonal by itself. The heads of a projection
+    and the channels of a head are the rows, or the columns, of one matrix."""
+    weight = find(declared, path_name(path))
+    if weight is None or not weight.projects:
         return None
-    # A kernel is [layers, *inputs, *outputs], adapters [layers, *inputs, rank] and the reverse;
-    # those of experts, which count them first, are made orthogonal one by one.
-    dims = tuple(range(1 + counts_experts(layer), x.ndim))
-    one_output = name == "lora_a" or (name == "kernel" and layer == "out")
-    cut = len(dims) - 1 if one_output else 1
+    first, end = len(weight.stacks), len(weight.dims)
+    dims, cut = tuple(range(first, end)), len(weight.inputs)
     return MuonDimensionNumbers(reduction_axis=dims[:cut], output_axis=dims[cut:])
 
 
-def _decayed(weights: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: not any(x in path_name(path) for x in NOT_DECAYED), weights
-    )
+def _decayed(declared: Mapping[str, Weight], weights: Any) -> Any:
+    """The weights that are decayed: not scales of norms, biases and sinks, which stacked for all
+    layers are matrices too."""
+
+    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+        weight = find(declared, path_name(path))
+        return weight is None or weight.decays
+
+    return jax.tree_util.tree_map_with_path(is_decayed, weights)

@@ -20,11 +20,9 @@ References:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,38 +32,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from models.layers import ADAPTERS, PRECISE
-from models.periods import ATTENTION, MIXERS
+from models.weights import ADAPTERS, OVER_TENSOR, Weight, find, layer_stacks
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary
 from trainer.config import SHARDED_AXES
-
-# The dimension of each kernel that is split over `tensor`, as in Megatron-LM: heads or MLP
-# channels, which one projection makes and the next one contracts.
-TENSOR_DIMS = {"query": 1, "key": 1, "value": 1, "out": 0, "gate": 1, "up": 1, "down": 0}
-# That of each bias, [heads, head_dim], and of the sinks, [heads].
-TENSOR_DIMS |= {"query_bias": 0, "key_bias": 0, "value_bias": 0, "sinks": 0}
-# The scale of a norm over all heads, [heads, head_dim], and the biases of video models.
-TENSOR_DIMS |= {"heads_scale": 0, "up_bias": 0, "image_key_bias": 0, "image_value_bias": 0}
-TENSOR_DIMS |= {"image_key": 1, "image_value": 1}
-# What linear attention has beside these: see `models.gated_delta`.
-TENSOR_DIMS |= {"out_gate": 1, "decay": 1, "beta": 1, "decay_rate": 0, "decay_bias": 0}
-TENSOR_DIMS |= {"query_conv": 1, "key_conv": 1, "value_conv": 1}
-# A matrix or a bias of one expert, where arrays of all have one more dimension: see
-# `models.experts`.
-TENSOR_DIMS |= {"expert_gate": 1, "expert_up": 1, "expert_down": 0}
-TENSOR_DIMS |= {"expert_gate_bias": 0, "expert_up_bias": 0}
-# The weights of key heads, of which there may be fewer than devices along `tensor`; and the axes
-# that divide the heads of which each needs one.
-OF_KEY_HEADS = {
-    "attention": (("key", "value", "key_bias", "value_bias", "heads_scale"), ("tensor", "head")),
-    "linear": (("query", "key", "query_conv", "key_conv"), ("tensor",)),
-}
-
-# Parts of a model that are stacked weights of layers. Their first dimension counts layers and is
-# never split.
-STACKED = tuple(MIXERS)
+from trainer.frozen import frozen_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +75,8 @@ class Partition:
 
     mesh: Mesh | AbstractMesh
     """A mesh with the axes of `startrail_jax.make_mesh`."""
+    declared: Mapping[str, Weight]
+    """All weights of the model, by path, without adapters: see `Objective.weights`."""
     level: int = 0
     """ZeRO level, 0 to 3."""
     zero_axes: tuple[str, ...] = SHARDED_AXES
@@ -142,11 +116,28 @@ class Partition:
         # first, so that it enters every node once.
         return tuple(name for name in slowest_first(self.mesh) if self.mesh.shape[name] > 1)
 
+    @functools.cached_property
+    def stacks(self) -> tuple[str, ...]:
+        """The parts of the model that are stacked layers."""
+        return layer_stacks(self.declared)
+
     def size(self, axes: tuple[str, ...]) -> int:
         """Number of devices along mesh axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     # How arrays are sharded.
+
+    def check_declared(self, weights: Any) -> None:
+        """Raises unless all weights of a model are declared, with their dimensions."""
+        for path, x in jax.tree_util.tree_leaves_with_path(weights):
+            name = path_name(path)
+            declared = find(self.declared, name)
+            if declared is None or len(declared.dims) != x.ndim:
+                known = "nothing" if declared is None else f"dimensions {' '.join(declared.dims)}"
+                raise InputError(
+                    "Objective.weights must name the dimensions of every weight; got "
+                    f"{known} for {name}, of shape {x.shape}. Declare it as models.weights says."
+                )
 
     def splits(self, state: Any) -> Any:
         """The `Split` of every array of a tree of weights, or of an optimizer's state, where the
@@ -156,30 +147,20 @@ class Partition:
         return jax.tree_util.tree_map_with_path(self._split, state)
 
     def _split(self, path: tuple[Any, ...], x: Any) -> Split:
-        names = path_name(path).split("/")
-        part = next((name for name in names if name in STACKED), None)
-        stacked = int(part is not None)
-        kernels = [name for name in names if name == "kernel" or name in ADAPTERS]
-        layer = names[names.index(kernels[0]) - 1] if kernels else names[-1]
-        dim = TENSOR_DIMS.get(layer) if self.tensor else None
+        name = path_name(path)
+        declared = find(self.declared, name)
+        dim = declared.tensor_dim if declared is not None and self.tensor else None
         copied: tuple[str, ...] = ()
-        shared = False
-        if dim is not None and names[-1] in ADAPTERS:
-            # A kernel whose outputs are split makes B split, and one whose inputs are makes A.
-            shared = dim != ADAPTERS.index(names[-1])
-            dim = None if shared else dim
-        if dim is not None:
-            dim += stacked + counts_experts(layer)
+        if declared is not None and dim is not None:
             remainder = x.shape[dim] % self.mesh.shape["tensor"]
-            of_keys, axes = OF_KEY_HEADS[MIXERS[part or ATTENTION]]
-            if remainder and layer in of_keys:
-                copied = axes
-            elif remainder:
+            copied = OVER_TENSOR[declared.dims[dim]] if remainder else ()
+            if remainder and not copied:
                 raise InputError(
                     "mesh.tensor must divide heads, mlp_width and the width of experts; got "
-                    f"tensor={self.mesh.shape['tensor']} for dimension {dim} of "
-                    f"{'/'.join(names)}, of size {x.shape[dim]}. Change one of them."
+                    f"tensor={self.mesh.shape['tensor']} for {declared.dims[dim]} of {name}, of "
+                    f"size {x.shape[dim]}. Change one of them."
                 )
+        stacked = int(declared is not None and declared.is_stacked)
         fits = [
             i
             for i in range(stacked, len(x.shape))
@@ -188,10 +169,10 @@ class Partition:
         return Split(
             tensor=None if copied else dim,
             zero=stacked if stacked in fits else max(fits, key=lambda i: x.shape[i], default=None),
-            stays=self.dispatches and counts_experts(layer),
-            vector=len(x.shape) == stacked + 1 or layer in PRECISE,
+            stays=self.dispatches and declared is not None and declared.of_experts,
+            vector=len(x.shape) == 1 if declared is None else declared.is_vector,
             copied_heads=copied,
-            shared=shared,
+            shared=bool(self.tensor) and declared is not None and declared.shared,
         )
 
     def spec(self, split: Split) -> PartitionSpec:
@@ -238,7 +219,7 @@ class Partition:
             return jax.tree.map(self._all_gather, weights, splits)
 
         def gather(name: str) -> Any:
-            if name not in STACKED:
+            if name not in self.stacks:
                 return whole(weights[name], splits[name])
             # Layer by layer: a collective makes one contiguous array, which for all layers at once
             # would be a second copy.
@@ -346,11 +327,6 @@ class Partition:
         return jnp.take(vary(kernel, "tensor"), needed, axis=kernel.ndim - 2)
 
 
-def counts_experts(layer: str) -> bool:
-    """Whether the arrays of a layer, such as expert_up, count experts before all else."""
-    return layer.startswith("expert_") and layer in TENSOR_DIMS
-
-
 def path_name(path: tuple[Any, ...]) -> str:
     """The name of an array of a state: blocks/mlp/up/kernel."""
     # Flax keeps the array of a variable as its "value".
@@ -379,35 +355,11 @@ def split_frozen(weights: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
     if not patterns:
         return weights, None
     names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(weights)]
-    frozen = set[str]()
-    for pattern in patterns:
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            raise InputError(
-                "frozen must hold patterns that match names of weights, such as "
-                f"{', '.join(_near(pattern, names))}; got {pattern!r}, which matches none. A * "
-                "stands for any characters: '*norm*' matches all norms."
-            )
-        frozen.update(matched)
-    if len(frozen) == len(names):
-        raise InputError(
-            "frozen must leave some weights to train; got "
-            f"{' '.join(map(repr, patterns))}, which match all {len(names)}. Leave one out."
-        )
+    frozen = frozen_names(names, patterns)
     fixed, trained = nnx.split_state(
         weights, lambda path, _: "/".join(map(str, path)) in frozen, ...
     )
     return trained, fixed
-
-
-def _near(pattern: str, names: Sequence[str]) -> Sequence[str]:
-    """A few names that have a part like one of a pattern, or any."""
-    parts = [x.strip("*").lower() for x in pattern.split("/")]
-
-    def is_near(name: str) -> bool:
-        return any(difflib.get_close_matches(part, name.split("/")) for part in parts if part)
-
-    return list(filter(is_near, names))[:3] or names[:3]
 
 
 def join_frozen(trained: Any, frozen: Any) -> Any:

@@ -24,7 +24,7 @@ from startrail_jax.devices.degrees import Degrees
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.linear.attention import LinearAttention
 from trainer.parallel.ordering import gradient_first
-from trainer.parallel.partition import STACKED, Parameter, Partition, path_name, split_frozen
+from trainer.parallel.partition import Parameter, Partition, path_name, split_frozen
 from trainer.parallel.tiling import in_tiles
 
 MakeModel = Callable[[Callable[..., Array], Hooks], nnx.Module]
@@ -56,6 +56,7 @@ class ShardedModel:
         self._linear_backend = linear_backend
         self._remat = remat
         self._graph, shapes = nnx.split(nnx.eval_shape(self.make))
+        partition.check_declared(shapes)
         self.splits = partition.splits(shapes)
         """The `Split` of every weight."""
         self.specs = partition.specs(shapes)
@@ -101,7 +102,7 @@ class ShardedModel:
         state = {}
         for name in weights:
             slots = None if gradient_slots is None else gradient_slots.get(name)
-            if name in STACKED:
+            if name in self.partition.stacks:
                 state[name] = _parameters(weights[name], slots)
             else:
                 state[name] = self.gather(name, weights[name], slots)

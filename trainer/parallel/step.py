@@ -77,7 +77,7 @@ class Program:
         """(B, T) of a batch, with the tokens that fill a row up to a length of the layout."""
         self.partition = make_partition(mesh, config, objective)
         self.optimizer = objective.make_optimizer(
-            make_optimizer(config.optimizer, config.steps, self.partition)
+            make_optimizer(config.optimizer, config.steps, objective.weights, self.partition)
         )
         platform, _ = device_kind(mesh)
         if config.offload and platform != "cuda":

@@ -16,8 +16,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
 from models.hooks import Hooks
+from models.weights import LAYERS, layer_stacks
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import ROLES, Degrees
+from startrail_jax.errors import InputError
 from startrail_jax.masks import Window
 from startrail_jax.rings.choices import choose_exchange
 from startrail_jax.rings.sizes import Sizes
@@ -26,7 +28,7 @@ from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.checks import check_step, make_attention, make_partition
 from trainer.parallel.optimizer import make_optimizer
-from trainer.parallel.partition import STACKED, Split, split_frozen
+from trainer.parallel.partition import Split, path_name, split_adapters, split_frozen
 from trainer.parallel.remat import Remat
 from trainer.parallel.state import batch_shapes, bytes_of_device, state_shapes
 from trainer.planner.here import jax_share, memory_of
@@ -80,14 +82,16 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
     check_step(config, degrees, partition)
     leaves, tree = jax.tree.flatten(objective.batch_shapes(attention.layout))
     shapes = _traced(objective, tree, tuple(leaves))
-    default = make_optimizer(config.optimizer, config.steps, partition)
+    _check_sizes(objective, shapes.weights)
+    default = make_optimizer(config.optimizer, config.steps, objective.weights, partition)
     optimizer = objective.make_optimizer(default)
     state = state_shapes(config, optimizer, shapes.weights, partition)
     sizes = shapes.attention
     rows_of_part = sizes.batch // degrees.data // config.gradient_accumulation
     tokens = rows_of_part * (sizes.query_tokens // degrees.sequence)
     # Elements of each weight, and of each part of the model, when ZeRO has gathered them.
-    splits, tensor = partition.splits(shapes.weights), partition.size(partition.tensor)
+    stacks, tensor = partition.stacks, partition.size(partition.tensor)
+    splits = partition.splits(shapes.weights)
     shards = partition.size(partition.zero) if partition.dispatches else 1
 
     def used(x: Any, split: Split) -> int:
@@ -99,14 +103,11 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         {name: sum(jax.tree.leaves(part[name])) for name in part}
         for part in (elements, split_frozen(elements, config.frozen)[1] or {})
     )
-    stacked = (_layers(x) for x in (elements, splits))
+    stacked = (_layers(x, stacks) for x in (elements, splits))
     moved = jax.tree.map(lambda n, split: n if (split.zero or 0) > 1 else 0, *stacked)
-    layers = {part: jax.tree.leaves(x)[0].shape[0] for part, x in _layers(shapes.weights).items()}
-
-    # Heads and outputs are those of the arrays, whatever the task says.
-    of_arrays: dict[str, Any] = {x: vars(sizes)[x] for x in ("heads", "kv_heads", "head_dim")}
-    of_arrays |= dict(layers=sum(layers.values()), outputs=shapes.outputs[-1])
-    model = dataclasses.replace(objective.sizes, causal=objective.causal, **of_arrays)
+    of_stacks = _layers(shapes.weights, stacks)
+    layers = {stack: jax.tree.leaves(x)[0].shape[0] for stack, x in of_stacks.items()}
+    model = dataclasses.replace(objective.sizes, causal=objective.causal)
     return StepSizes(
         model=model,
         degrees=degrees,
@@ -127,7 +128,7 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         batch_bytes=bytes_of_device(batch_shapes(objective, attention)),
         shard_elements=bytes_of_device(state.weights) // FLOAT32,
         whole_elements=sum(whole.values()),
-        stacked_elements=sum(_layers(whole).values()),
+        stacked_elements=sum(_layers(whole, stacks).values()),
         layer_elements=max(whole[part] // n for part, n in layers.items()),
         turn_trained=sum(
             n * (whole[part] - fixed.get(part, 0)) // layers[part]
@@ -140,13 +141,28 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
         **_seen(attention, objective, sizes, rows_of_part),
         loops=shapes.loops,
         turn_layers=sum(shapes.turn.values()),
-        stacked_bytes=sum(bytes_of_device(_layers(x)) for x in (state.weights, state.frozen or {})),
+        stacked_bytes=sum(
+            bytes_of_device(_layers(x, stacks)) for x in (state.weights, state.frozen or {})
+        ),
         vocabularies={
             name: (whole[name] - fixed.get(name, 0), LOSS if name == objective.head else LAYER)
             for name in trained
-            if name not in STACKED and _is_vocabulary(trained[name], shapes.outputs[-1])
+            if name not in stacks and _is_vocabulary(trained[name], shapes.outputs[-1])
         },
     )
+
+
+def _check_sizes(objective: Objective, weights: Any) -> None:
+    """Raises unless the sizes of dimensions are those of the arrays."""
+    for path, x in jax.tree_util.tree_leaves_with_path(split_adapters(weights)[1]):
+        dims = objective.weights[path_name(path)].dims
+        sizes = {**objective.sizes.sizes, LAYERS: x.shape[0]}
+        if tuple(sizes.get(name) for name in dims) != x.shape:
+            given = ", ".join(f"{name}={sizes.get(name)}" for name in dims if name != LAYERS)
+            raise InputError(
+                "Objective.sizes must have the sizes of the dimensions of all weights; got "
+                f"{given} for {path_name(path)}, of shape {x.shape}. Correct them."
+            )
 
 
 def _seen(
@@ -200,17 +216,17 @@ def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes
     weights = nnx.state(abstract)
     stretches = getattr(abstract, "stretches", None)
     if stretches is None:
-        loops, turn = 1, dict.fromkeys(_layers(weights), 1)
+        loops, turn = 1, dict.fromkeys(layer_stacks(objective.weights), 1)
     else:
         loops = len(stretches)
-        turn = Counter(kind.part for kind in max((x.kinds for x in stretches), key=len))
+        turn = Counter(kind.stack for kind in max((x.kinds for x in stretches), key=len))
     shape = jax.eval_shape(outputs, jax.tree.unflatten(tree, leaves)).shape
     return _Shapes(weights, calls[0], shape, loops, turn)
 
 
-def _layers(parts: Any) -> dict[str, Any]:
+def _layers(parts: Any, stacks: Sequence[str]) -> dict[str, Any]:
     """The parts of a model that are layers."""
-    return {name: x for name, x in parts.items() if name in STACKED}
+    return {name: x for name, x in parts.items() if name in stacks}
 
 
 class _NoLinear:

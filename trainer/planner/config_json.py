@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.config import ExpertsConfig, GPTConfig, LinearConfig
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.patterns import shortest
-from trainer.planner.models import LinearSizes, ModelSizes, MoESizes, is_size
+from trainer.planner.gpt import sizes_of_gpt
+from trainer.planner.models import ModelSizes
 
 # Size -> its name in a config.json of Hugging Face.
 _HUGGING_FACE = {
@@ -21,7 +23,7 @@ _HUGGING_FACE = {
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
     "mlp_width": "intermediate_size",
-    "outputs": "vocab_size",
+    "vocab_size": "vocab_size",
     "tied_head": "tie_word_embeddings",
 }
 
@@ -181,7 +183,7 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str, *, allow_unknown: b
         )
     if "shared_expert_intermediate_size" in known and "moe_intermediate_size" in settings:
         settings.setdefault("intermediate_size", settings["moe_intermediate_size"])
-    needed = [_HUGGING_FACE[x] for x in ("width", "layers", "heads", "mlp_width", "outputs")]
+    needed = [_HUGGING_FACE[x] for x in ("width", "layers", "heads", "mlp_width", "vocab_size")]
     missing = [key for key in needed if key not in settings]
     if missing:
         raise InputError(
@@ -192,21 +194,33 @@ def _of_hugging_face(settings: Mapping[str, Any], name: str, *, allow_unknown: b
     given = {ours: settings[theirs] for ours, theirs in _HUGGING_FACE.items() if theirs in settings}
     given.setdefault("kv_heads", given["heads"])
     if _type_of(settings) in _WITHOUT_GATE:
-        given["mlp_matrices"] = 2
+        given["mlp"] = "gelu"
     given["qk_norm"] = _type_of(settings).startswith(_NORMALISED)
     given.setdefault("head_dim", max(given["width"] // given["heads"], 1))
+    _require_sizes(given, ("kv_heads", "head_dim"), name)
     if experts:
         given |= _experts_of(settings, name, experts, given)
     if _type_of(settings) in _HYBRIDS:
-        return ModelSizes(name=name, **given, **_hybrid(settings, name))
+        return _sizes(name, given | _hybrid(settings, name))
     windows = shortest(_windows(settings, name, given["layers"]))
+    given["windows"] = tuple("none" if x is None else x for x in windows)
+    assumed = None
     if not is_known:
-        given["assumed"] = (
+        assumed = (
             f"{_named(read)} is not known here: attention and a gated MLP are assumed in all "
             f"{given['layers']} layers, with {given['heads']} heads of {given['head_dim']} "
             f"channels{_uncounted(read, ', and not counted are {}')}."
         )
-    return ModelSizes(name=name, windows=windows, **given)
+    return _sizes(name, given, assumed=assumed)
+
+
+def _sizes(name: str, given: Mapping[str, Any], **others: Any) -> ModelSizes:
+    """The sizes of a GPT with these settings."""
+    try:
+        model = GPTConfig(**given)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+    return sizes_of_gpt(model, name=name, **others)
 
 
 def _of_experts() -> list[str]:
@@ -253,7 +267,7 @@ def _experts_of(
     step = settings.get("decoder_sparse_step", 1)
     _require_sizes({"decoder_sparse_step": step}, ["decoder_sparse_step"], name)
     feeds = ["mlp" if i in dense or (i + 1) % step else "experts" for i in range(layers)]
-    sizes = MoESizes(
+    sizes = ExpertsConfig(
         count=settings[count],
         top_k=settings["num_experts_per_tok"],
         width=settings[width],
@@ -279,7 +293,7 @@ def _hybrid(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     mixers = ["linear" if x == _LINEAR_TYPE else "attention" for x in types]
     return {
         "mixers": shortest(mixers),
-        "linear": LinearSizes(**sizes),
+        "linear": LinearConfig(**sizes),
         "attention_gate": settings.get("attn_output_gate", _type_of(settings) != "olmo_hybrid"),
     }
 
@@ -360,3 +374,8 @@ def _require_sizes(
     for key in keys:
         number = settings[key]
         _require(is_size(number), name, part + key, "a whole number of at least 1", number)
+
+
+def is_size(number: Any) -> bool:
+    """True if something is a whole number of at least 1."""
+    return type(number) is int and number >= 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from models.weights import OVER_TENSOR
 from startrail_jax.devices.degrees import ROLES, SEQUENCE_ROLES
 from trainer.planner.hardware import Cluster
 from trainer.planner.models import ModelSizes
@@ -166,12 +167,9 @@ def _legal_degrees(num_gpus: int, call: Call, given: dict[str, int]) -> dict[str
     legal = call.padded(shards) // shards % tensor == 0
     legal &= (call.batch % data == 0) & (model.heads % parts == 0)
     legal &= (model.kv_heads % parts == 0) | (parts % model.kv_heads == 0)
-    legal &= model.mlp_width % tensor == 0
-    if model.experts is not None:
-        legal &= (model.experts.width % tensor == 0) & (model.experts.shared_width % tensor == 0)
-    if model.linear is not None:
-        keys = model.linear.key_heads
-        legal &= (model.linear.heads % tensor == 0) & ((keys % tensor == 0) | (tensor % keys == 0))
+    for name, axes in OVER_TENSOR.items():
+        if size := model.sizes.get(name):
+            legal &= (size % tensor == 0) | (bool(axes) & (tensor % size == 0))
     if "ring" in given:
         legal &= ring == given["ring"]
     columns = dict(data=data, group=group, ring=ring, team=team, head=head, tensor=tensor)

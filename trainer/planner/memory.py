@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from models.parts.recurrence import Recurrence
 from startrail_jax.linear.sizes import LayerSizes
 from trainer.planner.models import DISPATCHES, ModelSizes
 from trainer.planner.quantities import GIB
@@ -231,10 +232,10 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     if sizes.model.qk_norm:
         # What the norms took: the query as it was projected, and the key in float32.
         attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.model.itemsize / 2)
-    if sizes.model.linear is not None:
+    for recurrence in sizes.model.recurrences.values():
         # What its backward pass works on, and its inputs and gradients.
-        linear = _of_linear(sizes, "backward_bytes") + 4 * _linear_projections(sizes)
-        attention = np.maximum(attention, linear)
+        own = _of_recurrence(sizes, recurrence, "backward_bytes")
+        attention = np.maximum(attention, own + 4 * _recurrence_inputs(sizes, recurrence))
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
@@ -252,8 +253,7 @@ def _saved(sizes: StepSizes) -> Part:
     model = sizes.model
     name, tensor = SAVED, sizes.degrees.tensor
     hidden = sizes.tokens * model.mlp_width // tensor * model.itemsize
-    experts = model.experts
-    shared = sizes.tokens * (experts.shared_width if experts else 0) // tensor * model.itemsize
+    shared = sizes.tokens * model.shared_width // tensor * model.itemsize
     exchanged = (sizes.degrees.head > 1) & np.asarray(sizes.in_rings, bool)
     if sizes.remat == "none":
         # A derivative needs float32 arrays of norms, residuals and modulations, 16-bit operands of
@@ -270,7 +270,7 @@ def _saved(sizes: StepSizes) -> Part:
         copies = 0 if sizes.zero == 3 else FLOAT32 * sizes.stacked_elements
         # What is exchanged, or joined from parts, is saved before and after.
         outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
-        of_attention = _shard_bytes(sizes, 1 + outs + 2 * model.attention_gate, 1)
+        of_attention = _shard_bytes(sizes, 1 + outs + 2 * model.is_gated, 1)
         if model.text_tokens:
             split = 2 * (np.asarray(tensor) > 1)
             precise = FLOAT32 * _shard_bytes(sizes, 6 + split, 0) // model.itemsize
@@ -278,13 +278,16 @@ def _saved(sizes: StepSizes) -> Part:
         if sizes.keep_gathered:
             # In place of the shards.
             of_attention += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
-        # Beside its projections, linear attention has convolved and normalised ones, and float32
-        # arrays of its norms.
-        of_linear = _linear_states(sizes) + 13 * _linear_projections(sizes)
-        feeds = 6 * hidden, 6 * shared
-        size = _of_layers(sizes, layer + of_attention, layer + of_linear, *feeds) + copies
+        # Beside its projections, a recurrence has convolved and normalised ones, and float32 arrays
+        # of its norms.
+        mixers: dict[str, Amount] = {"attention": layer + of_attention}
+        for mixer, x in model.recurrences.items():
+            inputs = 13 * _recurrence_inputs(sizes, x)
+            mixers[mixer] = layer + _recurrence_states(sizes, x) + inputs
+        size = _of_layers(sizes, mixers, 6 * hidden, 6 * shared) + copies
         return Part(name=name, size=size, exact=False)
-    of_attention = of_linear = layer = sizes.stream
+    of_attention = layer = sizes.stream
+    mixers = dict.fromkeys(model.recurrences, layer)
     if sizes.remat != "full":
         # With `head` > 1 the output is saved both before and after the exchange, but the host's
         # memory holds only the one before.
@@ -295,13 +298,16 @@ def _saved(sizes: StepSizes) -> Part:
         of_attention = layer + sizes.tokens * (model.heads // tensor) * of_head
         if sizes.keep_gathered:
             of_attention += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
-        of_linear = layer + _linear_states(sizes)
+        for mixer, x in model.recurrences.items():
+            mixers[mixer] = layer + _recurrence_states(sizes, x)
     if sizes.remat in ("projections_saved", "products_saved"):
-        shards = _shard_bytes(sizes, 1 + model.attention_gate, 1)
+        shards = _shard_bytes(sizes, 1 + model.is_gated, 1)
         of_attention = of_attention + shards + sizes.stream + _of_texts(sizes)
-        of_linear = of_linear + _linear_projections(sizes) + sizes.stream
+        for mixer, x in model.recurrences.items():
+            mixers[mixer] = mixers[mixer] + _recurrence_inputs(sizes, x) + sizes.stream
     count = (model.mlp_matrices - 1) * (sizes.remat == "products_saved")
-    size = _of_layers(sizes, of_attention, of_linear, count * hidden, count * shared)
+    mixers["attention"] = of_attention
+    size = _of_layers(sizes, mixers, count * hidden, count * shared)
     return Part(name=name, size=size, host=sizes.offload)
 
 
@@ -315,55 +321,44 @@ def _of_texts(sizes: StepSizes) -> Amount:
 
 
 def _of_layers(
-    sizes: StepSizes, of_attention: Amount, of_linear: Amount, of_mlp: Amount, of_experts: Amount
+    sizes: StepSizes, of_mixers: Mapping[str, Amount], of_mlp: Amount, of_experts: Amount
 ) -> Amount:
-    """The sum over all layers of what those with either mixer and either feed-forward have."""
+    """The sum over all layers of what those with each mixer and each feed-forward have."""
     model = sizes.model
     mixers, feeds = Counter(model.layer_mixers), Counter(model.layer_feed_forwards)
-    mixing = mixers["attention"] * of_attention + mixers["linear"] * of_linear
+    mixing = sum(mixers[name] * size for name, size in of_mixers.items())
     return mixing + feeds["mlp"] * of_mlp + feeds["experts"] * of_experts
 
 
-def _linear_projections(sizes: StepSizes) -> Amount:
-    """Bytes of query, key, value, gate, decay and beta of linear attention, as projected."""
-    linear, tensor = sizes.model.linear, sizes.degrees.tensor
-    if linear is None:
-        return 0
-    keys = 2 * np.maximum(linear.key_heads // tensor, 1) * linear.key_dim
-    others = (2 * linear.values + 2 * linear.heads) // tensor
+def _recurrence_inputs(sizes: StepSizes, recurrence: Recurrence) -> Amount:
+    """Bytes of query, key, value, gate, decay and beta of a recurrence, as projected."""
+    tensor = sizes.degrees.tensor
+    keys = 2 * np.maximum(recurrence.key_heads // tensor, 1) * recurrence.key_dim
+    others = (2 * recurrence.values + 2 * recurrence.heads) // tensor
     return sizes.tokens * (keys + others) * sizes.model.itemsize
 
 
-def _linear_states(sizes: StepSizes) -> Amount:
-    """Bytes that linear attention keeps for its backward pass: states, maps and the output."""
-    return _of_linear(sizes, "kept_bytes") + _of_linear(sizes, "output_bytes")
+def _recurrence_states(sizes: StepSizes, recurrence: Recurrence) -> Amount:
+    """Bytes that it keeps for its backward pass: states, maps and the output."""
+    kept = (_of_recurrence(sizes, recurrence, x) for x in ("kept_bytes", "output_bytes"))
+    return sum(kept)
 
 
-class _GatedDelta:
-    """The sizes of the rule of `models.gated_delta`."""
-
-    name, by_channel, delta = "gated_delta", False, True
-
-    def factor_elements(self, key_dim: int) -> int:
-        return key_dim**2
-
-
-def _of_linear(sizes: StepSizes, name: str) -> Amount:
+def _of_recurrence(sizes: StepSizes, recurrence: Recurrence, name: str) -> Amount:
     """A property of `LayerSizes`, for each setting."""
-    linear, itemsize = sizes.model.linear, sizes.model.itemsize
-    if linear is None:
-        return 0
+    rule: Any = recurrence
 
     def one(rows: int, tokens: int, tensor: int) -> int:
+        own = recurrence.on_device(int(tensor))
         layer = LayerSizes(
-            rule=_GatedDelta(),
+            rule=rule,
             batch=int(rows),
-            heads=linear.heads // int(tensor),
-            key_heads=max(linear.key_heads // int(tensor), 1),
-            key_dim=linear.key_dim,
-            value_dim=linear.value_dim,
+            heads=own.heads,
+            key_heads=own.key_heads,
+            key_dim=own.key_dim,
+            value_dim=own.value_dim,
             tokens=int(tokens),
-            itemsize=itemsize,
+            itemsize=sizes.model.itemsize,
             slices=2,  # In zigzag order, as all models of train.py that have it.
         )
         return getattr(layer, name)
@@ -524,12 +519,12 @@ def _mlp_bytes(sizes: StepSizes) -> Amount:
     weights = _mlp_elements(sizes)
     used = 0 if sizes.zero in (1, 2) else model.itemsize * weights
     summed = np.where(tile < sizes.tokens, FLOAT32 * weights, 0)
-    if model.experts is not None:
+    if model.experts:
         # Not in tiles of tokens: a loop over the rows of experts adds up float32 outputs, and
         # gradients of inputs and weights. There are logits, probabilities and their gradients.
         stream = (2 * FLOAT32 + 2 * model.itemsize) * model.width
-        shared = 6 * model.experts.shared_width // sizes.degrees.tensor * model.itemsize
-        activations = sizes.tokens * (stream + shared + 3 * FLOAT32 * model.experts.count)
+        shared = 6 * model.shared_width // sizes.degrees.tensor * model.itemsize
+        activations = sizes.tokens * (stream + shared + 3 * FLOAT32 * model.experts)
         summed = FLOAT32 * weights * (1 - model.frozen.experts)
         # Inputs, outputs and their gradients, of one message.
         message = model.dispatched_bytes(sizes.tokens) / (DISPATCHES + 1)

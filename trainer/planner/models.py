@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from models.parts import attention
+from models.parts.gpt import stack_name
+from models.parts.recurrence import Recurrence
+from models.weights import (
+    ADAPTERS,
+    LAYERS,
+    OVER_TENSOR,
+    RANK,
+    Weight,
+    layer_weights,
+)
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.documents import DocumentCost
+from trainer.frozen import frozen_names
 from trainer.planner.quantities import LARGEST_SIZE
 
 DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
@@ -18,54 +33,6 @@ DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes
 
 IMAGE_TOKENS = 257
 """Tokens of the image with which a Wan begins."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearSizes:
-    """Sizes of the layers of linear attention."""
-
-    heads: int
-    """Heads of values, each with a state [key_dim, value_dim]."""
-    key_heads: int
-    key_dim: int
-    value_dim: int
-    conv: int = 4
-    """Tokens that the short convolution sees."""
-
-    @property
-    def channels(self) -> int:
-        """Channels of query, key and value."""
-        return 2 * self.key_heads * self.key_dim + self.values
-
-    @property
-    def values(self) -> int:
-        """Channels of value, gate and output."""
-        return self.heads * self.value_dim
-
-    @property
-    def state_flops(self) -> int:
-        """FLOPs of the recurrence for each token, forward: three products with each state."""
-        return 6 * self.values * self.key_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoESizes:
-    """Sizes of the layers of experts."""
-
-    count: int
-    """Number of experts."""
-    top_k: int
-    """Number of experts of each token."""
-    width: int
-    """Channels between the projections of an expert."""
-    shared_width: int = 0
-    """Channels between the projections of the shared expert of all tokens; 0 for none."""
-    shared_gate: bool = False
-    """True if a gate multiplies the output of the shared expert."""
-    biases: bool = False
-    """True if router and experts have biases."""
-    choice_bias: bool = False
-    """True if biases balance the experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +55,14 @@ class FrozenShares:
     """Whether all that is trained comes after the layers, so that they have no backward pass."""
 
 
-_FEED_FORWARD = ("gate", "up", "down", "expert_gate", "expert_up", "expert_down")
 DISPATCHES = 4
 """Messages of a device to each other one: see `models.experts.DISPATCHES`."""
 SENT_TO_EXPERTS = 5
 """Arrays that a step sends for each assignment: inputs and outputs of experts, and backward the
 inputs and two gradients."""
-_PADDING = 3
-"""Rows of experts over those that are filled up: see `models.experts.tile_rows`."""
+_OF_EXPERT = 3
+"""Matrices of an expert; and rows of experts over those that are filled up: see
+`models.experts.tile_rows`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,68 +70,158 @@ class LayerKind:
     """The layers of one kind: how many there are, and what each one needs."""
 
     mixer: str
-    """"attention" or "linear"."""
+    """Name of its mixer, such as "attention"."""
     feed_forward: str
     """"mlp" or "experts"."""
     count: int
-    projections: Mapping[str, tuple[int, int]]
-    """Inputs and outputs of each matrix that multiplies a token."""
-    heads: int
-    """Heads of the output."""
-    key_heads: int
-    of_keys: tuple[str, ...]
-    """The projections to key heads, which are whole on every device if `tensor` is larger than the
-    number of key heads."""
-    others: int
-    """Weights of norms, convolutions and modulations."""
-    adapters: int
-    """Weights of adapters."""
-    active_adapters: int
-    """Weights of the adapters that each token is multiplied with."""
-    of_text: Mapping[str, tuple[int, int]]
-    """Inputs and outputs of each matrix that multiplies the tokens of a text or of an image, once
-    for a sequence."""
-    active: int
-    """Weights of the matrices that each token is multiplied with."""
-    padded: int
-    """Weights whose products would take as long as the padding rows of the experts."""
-    again: int
-    """Weights of `active` that a backward pass multiplies with again if it recomputes the MLP: all
-    but the last matrix of an MLP."""
-    again_always: int
-    """Expert weights recomputed in every backward pass."""
-    moved: int
-    """Elements of a token, split over `tensor`, that the kernels between the matrix products read
-    and write in a forward pass."""
+    weights: Mapping[str, Weight]
+    """The weights of a layer, by path in it, without adapters."""
+    sizes: Mapping[str, int]
+    """The sizes of their dimensions, by name."""
+    top_k: int
+    """Experts of a token."""
+    rank: int
+    """Rank of the adapters; 0 for none."""
+    targets: tuple[str, ...]
+    """The projections that have adapters."""
+    moved_by_mixer: int
+    """Elements of a token, split over `tensor`, that the kernels between the matrix products of
+    the mixer read and write in a forward pass."""
 
     @property
-    def matrices(self) -> int:
-        """Weights of the matrices."""
-        return self.weights(*self.projections)
+    def stack(self) -> str:
+        """The part of the model with the weights of all such layers."""
+        return stack_name(self.mixer, self.feed_forward)
 
-    @property
-    def text_matrices(self) -> int:
-        """Weights of the matrices of `of_text`."""
-        return sum(map(math.prod, self.of_text.values()))
+    def has(self, path: str) -> bool:
+        """Whether a weight of the model is one of such layers."""
+        return path.partition("/")[0] == self.stack
 
-    @property
+    def sum_of(self, counts: Callable[[str, Weight], Any]) -> Any:
+        """The sum over all weights of their elements times what `counts` says of path and weight:
+        whether they count, or the share of them that does."""
+        total = 0
+        for path, x in self.weights.items():
+            if share := counts(path, x):
+                total += x.elements(self.sizes) * share
+        return total
+
+    def of_token(self, weight: Weight) -> Fraction:
+        """The share of a weight with which a token is multiplied."""
+        return Fraction(self.top_k, self.sizes["experts"]) if weight.of_experts else Fraction(1)
+
+    @cached_property
     def elements(self) -> int:
         """All weights but those of adapters."""
-        return self.matrices + self.text_matrices + self.others
+        return self.sum_of(lambda path, x: 1)
 
-    @property
+    @cached_property
+    def matrices(self) -> int:
+        """Weights of the projections of tokens."""
+        return self.sum_of(lambda path, x: x.projects and not x.of_text)
+
+    @cached_property
+    def text_matrices(self) -> int:
+        """Weights of the projections of the tokens of a text or of an image, once for a
+        sequence."""
+        return self.sum_of(lambda path, x: x.of_text)
+
+    @cached_property
+    def active(self) -> int:
+        """Weights of the matrices that each token is multiplied with."""
+        found = self.sum_of(lambda path, x: bool(x.inputs) and not x.of_text and self.of_token(x))
+        return int(found)
+
+    @cached_property
     def mlp(self) -> int:
-        """Weights of the matrices of the MLP, or of all experts."""
-        return self.weights(*(x for x in _FEED_FORWARD if x in self.projections))
+        """Weights of the projections of the MLP, or of all experts."""
+        return self.sum_of(lambda path, x: x.projects and _in_feed_forward(path))
 
     @property
     def mixing(self) -> int:
-        """Weights of the projections around attention."""
+        """Weights of the projections around the mixer."""
         return self.matrices - self.mlp
 
-    def weights(self, *names: str) -> int:
-        """Weights of some projections."""
-        return sum(math.prod(self.projections[name]) for name in names)
+    @cached_property
+    def again(self) -> int:
+        """Weights of `active` that a backward pass multiplies with again if it recomputes the MLP:
+        all but the last matrix of an MLP."""
+        return self.sum_of(
+            lambda path, x: (
+                x.projects and _in_feed_forward(path) and not x.of_experts and "width" in x.inputs
+            )
+        )
+
+    @cached_property
+    def of_one_matrix(self) -> int:
+        """Weights of one matrix of the experts of a token."""
+        found = self.sum_of(lambda path, x: x.of_experts and x.projects and self.of_token(x))
+        return int(found) // _OF_EXPERT
+
+    @property
+    def padded(self) -> int:
+        """Weights whose products would take as long as the padding rows of the experts."""
+        return self.of_one_matrix
+
+    @property
+    def again_always(self) -> int:
+        """Expert weights recomputed in every backward pass."""
+        return 2 * self.of_one_matrix
+
+    @cached_property
+    def moved(self) -> int:
+        """Elements of a token, split over `tensor`, that the kernels between the matrix products
+        read and write in a forward pass."""
+        width = self.sizes["width"]
+        hidden = self.sum_of(
+            lambda path, x: x.projects and _in_feed_forward(path) and self.of_token(x)
+        )
+        # Rows of inputs and outputs of experts, which are float32.
+        rows = 3 * self.top_k * width if self.feed_forward == "experts" else 0
+        return self.moved_by_mixer + int(hidden) // width + rows
+
+    @cached_property
+    def adapters(self) -> int:
+        """Weights of adapters."""
+        return int(self._adapters(lambda x: Fraction(1)))
+
+    @cached_property
+    def active_adapters(self) -> int:
+        """Weights of the adapters that each token is multiplied with."""
+        return int(self._adapters(self.of_token))
+
+    def _adapters(self, share: Callable[[Weight], Fraction]) -> Fraction:
+        sizes = {**self.sizes, RANK: self.rank}
+        return sum(
+            (
+                share(x) * x.adapter(name).elements(sizes)
+                for path, x in self.weights.items()
+                if self.rank and x.projects and path.split("/")[-2] in self.targets
+                for name in ADAPTERS
+            ),
+            Fraction(0),
+        )
+
+    def on_device(self, tensor: Any) -> Any:
+        """Weights of a layer, with adapters, on a device of so many along `tensor`."""
+        return self.adapters + sum(
+            shared_elements(x, self.sizes, tensor) for x in self.weights.values()
+        )
+
+
+def shared_elements(weight: Weight, sizes: Mapping[str, int], tensor: Any) -> Any:
+    """Elements of a weight on each of so many devices along `tensor`."""
+    elements, dim = weight.elements(sizes), weight.tensor_dim
+    if dim is None:
+        return elements
+    name = weight.dims[dim]
+    if not OVER_TENSOR[name]:
+        return elements // tensor
+    return np.where(sizes[name] % tensor == 0, elements // tensor, elements)
+
+
+def _in_feed_forward(path: str) -> bool:
+    return path.startswith("mlp/") or "/mlp/" in path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,32 +241,20 @@ class ModelSizes:
     """True if layers scale and shift their inputs and gate their outputs, as adaLN does."""
     takes_values: bool = False
     """True if the input of a token is `outputs` numbers, such as a patch, and not an id."""
-    width: int
-    """Channels of the residual stream."""
+    weights: Mapping[str, Weight]
+    """All weights, by path, without adapters."""
+    sizes: Mapping[str, int]
+    """The sizes of their dimensions, by name: "width", "heads" and "head_dim" at least."""
     layers: int
     """Number of blocks."""
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads."""
-    head_dim: int
-    """Channels of a head."""
-    mlp_width: int
-    """Hidden channels of the MLP."""
-    mlp_matrices: int = 3
-    """Matrices of the MLP: 3 with a gate, else 2."""
-    qk_norm: bool = False
-    """True if each head of queries and keys is normalised before attention."""
-    attention_gate: bool = False
-    """True if a projection of queries also makes a gate of the output."""
     mixers: tuple[str, ...] = ("attention",)
-    """Mixer of each layer, "attention" or "linear"; the list repeats."""
-    linear: LinearSizes | None = None
-    """The layers of linear attention, if there are some."""
+    """Mixer of each layer, by its name in `models.parts.gpt`; the list repeats."""
+    recurrences: Mapping[str, Recurrence] = field(default_factory=dict)
+    """The recurrence of each mixer that has one."""
     feed_forwards: tuple[str, ...] = ("mlp",)
     """Feed-forward of each layer, "mlp" or "experts"; the list repeats."""
-    experts: MoESizes | None = None
-    """The layers of experts, if there are some."""
+    top_k: int = 0
+    """Experts of a token."""
     dispatch: bool | None = None
     """True if ZeRO 3 sends tokens to experts; None to send them where this moves fewer bytes than
     gathering the experts of a layer."""
@@ -217,18 +262,10 @@ class ModelSizes:
     """Numbers for each token: size of the vocabulary, or values of a patch."""
     tied_head: bool = False
     """True if the embedding also serves as the output projection."""
-    classes: int = 0
-    """Classes of a diffusion transformer."""
     text_tokens: int = 0
     """Tokens of a text that every layer attends to; 0 for models without texts."""
-    text_dim: int = 0
-    """Channels of an embedded token of a text."""
-    image_dim: int = 0
-    """Channels of an embedded token of the image that a video begins with; 0 for none."""
-    given_channels: int = 0
-    """Input values of a token beside `outputs`, for each position of the latent."""
-    patch: int = 4
-    """Positions of a latent in a patch of a diffusion transformer: `outputs` is a multiple."""
+    image_tokens: int = 0
+    """Tokens of the image that a video begins with; 0 for none."""
     windows: tuple[int | None, ...] = (None,)
     """Tokens that a token of each layer attends to, itself included; None for all earlier ones. The
     list repeats: layer i has entry i modulo their number. Entries count for layers with attention
@@ -245,75 +282,85 @@ class ModelSizes:
     """Projections of every layer that have adapters: names of `projections`."""
     frozen_itemsize: int = 2
     """Bytes of a weight that is not trained, beside adapters."""
-    frozen_by_name: FrozenShares | None = None
-    """What is not trained of a model without adapters; None if all is trained."""
+    frozen_names: tuple[str, ...] = ()
+    """Patterns of the names of weights that are not trained: `TrainConfig.frozen`."""
     average: bool = False
     """True if a moving average of the weights is kept."""
     assumed: str | None = None
     """A sentence: the assumptions about a config.json of unknown architecture."""
 
     def __post_init__(self) -> None:
-        named = f"for model {self.name!r}"
-        optional = [x for x in ("seq_len", "batch") if getattr(self, x) is not None]
-        sizes = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "outputs")
-        for name in (*sizes, *optional):
-            number = getattr(self, name)
-            if not is_size(number):
-                raise InputError(
-                    f"{name} must be a whole number of at least 1; got {number!r} {named}. Correct "
-                    "it."
-                )
-        if not self.windows or not all(x is None or is_size(x) for x in self.windows):
-            raise InputError(
-                "windows must be one or more whole numbers of at least 1, or `none` for layers "
-                f"without a window; got {self.windows!r} {named}. Correct it."
-            )
-        mixers = {"attention"} if self.linear is None else {"attention", "linear"}
-        if {*self.layer_mixers} != mixers:
-            raise InputError(
-                "mixers must be attention, and linear where there are sizes of linear attention; "
-                f"got mixers={self.mixers}, linear={self.linear} {named}. Correct them."
-            )
-        feeds = {"mlp"} if self.experts is None else {"mlp", "experts"}
-        if not {*self.layer_feed_forwards} <= feeds:
-            raise InputError(
-                "feed_forwards must be mlp, or experts where there are sizes of experts; got "
-                f"feed_forwards={self.feed_forwards}, experts={self.experts} {named}. Correct them."
-            )
-        if len(self.windows) > self.layers:
-            raise InputError(
-                "windows must have no more entries than the model has layers; got "
-                f"windows={self.windows}, layers={self.layers} {named}. Leave the last ones out."
-            )
         given = {name: getattr(self, name) for name in DIT}
         if self.kind in ("dit", "wan") and given != DIT | {"kind": self.kind}:
             raise InputError(
                 "A diffusion transformer has modulated layers, takes values and is not causal; got "
-                f"{given} {named}. Use ModelSizes(**DIT, ...)."
+                f"{given} for model {self.name!r}. Use ModelSizes(**DIT, ...)."
             )
-        windowed = self.takes_values and set(self.windows) != {None}
-        if windowed or (self.kind == "dit" and self.qk_norm):
+        if self.lora_rank and self.kind == "dit":
             raise InputError(
-                "windows and qk_norm are options of a GPT; got "
-                f"windows={self.windows}, qk_norm={self.qk_norm} {named}, a diffusion transformer. "
-                "Leave them out."
+                "lora_rank belongs to no DiT; got "
+                f"lora_rank={self.lora_rank} for model {self.name!r}. Leave it out."
             )
-        if self.lora_rank and (self.kind == "dit" or not is_size(self.lora_rank)):
-            raise InputError(
-                "lora_rank must be a whole number of at least 1, and belongs to no DiT; got "
-                f"lora_rank={self.lora_rank} {named}. Leave it out."
-            )
-        if self.kind == "gpt" and self.head_dim % 2:
-            raise InputError(
-                f"head_dim must be even, for rotary positions; got head_dim={self.head_dim} "
-                f"{named}. Use {self.head_dim + 1}."
-            )
-        if self.heads % self.kv_heads:
-            raise InputError(
-                "kv_heads must divide heads; got "
-                f"kv_heads={self.kv_heads}, heads={self.heads} {named}. Use a divisor of "
-                f"{self.heads}."
-            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the single weights, as numbers, texts, lists and dicts, for JSON."""
+        shown = {x.name for x in fields(self)} - {"weights", "recurrences"}
+        derived = ("width", "heads", "kv_heads", "head_dim", "mlp_width")
+        return {name: getattr(self, name) for name in (*sorted(shown), *derived)} | {
+            "sizes": dict(self.sizes),
+            "recurrences": {name: asdict(x) for name, x in self.recurrences.items()},
+            "elements": self.elements,
+        }
+
+    @property
+    def width(self) -> int:
+        """Channels of the residual stream."""
+        return self.sizes["width"]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.sizes["heads"]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.sizes.get("kv_heads", self.heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.sizes["head_dim"]
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden channels of the MLP; 0 if no layer has one."""
+        return self.sizes.get("mlp", 0)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 0 for none."""
+        return self.sizes.get("experts", 0)
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden channels of the expert of all tokens; 0 for none."""
+        return self.sizes.get("shared_mlp", 0)
+
+    @cached_property
+    def mlp_matrices(self) -> int:
+        """Matrices of the MLP: 3 with a gate, else 2."""
+        return 3 if any("gate/kernel" in path for path in self.weights) else 2
+
+    @cached_property
+    def qk_norm(self) -> bool:
+        """True if queries and keys are normalised before attention."""
+        return any("/query_norm/" in path for path in self.weights)
+
+    @property
+    def is_gated(self) -> bool:
+        """True if a projection of queries also makes a gate of the output of attention."""
+        return self.sizes.get("query_dim", 0) > self.head_dim
 
     @property
     def layer_mixers(self) -> tuple[str, ...]:
@@ -337,110 +384,90 @@ class ModelSizes:
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """The window of each layer, None for a layer that attends to all earlier tokens; "linear"
-        for a layer of linear attention."""
+        """The window of each layer, None for a layer that attends to all earlier tokens; the name
+        of the mixer for a layer with a recurrence."""
         windows = (self.windows[i % len(self.windows)] for i in range(self.layers))
         pairs = zip(self.layer_mixers, windows, strict=True)
-        return tuple(mixer if mixer == "linear" else window for mixer, window in pairs)
+        return tuple(mixer if mixer in self.recurrences else window for mixer, window in pairs)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The windows of the layers with attention."""
-        return tuple(kind for kind in self.layer_kinds if kind != "linear")
+        return tuple(x for x in self.layer_kinds if x not in self.recurrences)
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of layers, each with its weights and products."""
         return tuple(self._kind(*x, count) for x, count in Counter(self.layer_pairs).items())
 
     def _kind(self, mixer: str, feed_forward: str, count: int) -> LayerKind:
-        width, mlp, experts = self.width, self.mlp_width, None
-        if feed_forward == "experts" and self.experts is not None:
-            experts, mlp = self.experts, self.experts.shared_width
-        others = 6 * width**2 if self.modulated else 2 * width
-        linear, of_text = self.linear, {}
-        if mixer == "linear" and linear is not None:
-            keys, values = linear.key_heads * linear.key_dim, linear.values
-            projections = {
-                **{"query": (width, keys), "key": (width, keys), "value": (width, values)},
-                **{"out_gate": (width, values), "out": (values, width)},
-                **{"decay": (width, linear.heads), "beta": (width, linear.heads)},
-            }
-            others += linear.conv * linear.channels + 2 * linear.heads + linear.value_dim
-            heads, key_heads, of_keys = linear.heads, linear.key_heads, ("query", "key")
-            # Joined, convolved and normalised; then the output is normalised and multiplied.
-            moved = 6 * linear.channels + 4 * values
+        stack = stack_name(mixer, feed_forward)
+        recurrence = self.recurrences.get(mixer)
+        if recurrence is None:
+            keys = {"kv_heads": self.kv_heads, "query_dim": self.head_dim}
+            moved = attention.moved({**keys, **self.sizes})
+            # Attention to a text moves queries alone.
+            moved += 2 * self.heads * self.head_dim * (self.text_tokens > 0)
         else:
-            queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            projections = {
-                "query": (width, queries * (2 if self.attention_gate else 1)),
-                **{"key": (width, keys), "value": (width, keys), "out": (queries, width)},
-            }
-            others += 2 * self.head_dim * self.qk_norm
-            heads, key_heads, of_keys = self.heads, self.kv_heads, ("key", "value")
-            moved = 2 * (queries + keys) + 3 * queries * self.attention_gate
-            if self.kind == "wan":
-                projections |= {"text_query": (width, queries), "text_out": (queries, width)}
-                of_text = {"text_key": (width, keys), "text_value": (width, keys)}
-                # Biases, the norm before attention to the text, norms over heads, and a table.
-                others, moved = 21 * width + mlp, moved + 2 * queries
-                if self.image_dim:
-                    of_text |= {"image_key": (width, keys), "image_value": (width, keys)}
-                    others += 3 * width
-        if self.mlp_matrices == 3:
-            projections["gate"] = (width, mlp)
-        projections |= {"up": (width, mlp), "down": (mlp, width)}
-        moved += self.mlp_matrices * mlp
-        again, one, idle = (self.mlp_matrices - 1) * width * mlp, 0, 0
-        if experts is not None:
-            inputs = experts.count * width
-            gates = {x: (inputs, experts.width) for x in ("expert_gate", "expert_up")}
-            projections |= gates | {"expert_down": (inputs, experts.width)}
-            others += inputs + experts.shared_gate * width
-            others += experts.choice_bias * experts.count
-            others += experts.biases * (experts.count * (1 + 2 * experts.width + width))
-            # A matrix of the experts of a token. The router is float32, and whole on all devices.
-            one = experts.top_k * width * experts.width
-            idle = 3 * (experts.count - experts.top_k) * width * experts.width - inputs
-            # Rows of inputs and outputs, which are float32, beside the hidden channels.
-            moved += experts.top_k * (3 * experts.width + 3 * width)
-        both = {**projections, **of_text}
-        names = (*self.lora_targets, *(f"text_{x}" for x in self.lora_targets))
-        adapted = {x: sum(both[x]) for x in names if x in both}
-        common, of_expert, every, chosen = 0, 0, 0, 0
-        for name, size in adapted.items():
-            if experts is not None and name.startswith("expert_"):
-                of_expert += width + experts.width
-                every, chosen = experts.count, experts.top_k
-            else:
-                common += size
+            moved = recurrence.moved
         return LayerKind(
             mixer=mixer,
             feed_forward=feed_forward,
             count=count,
-            projections=projections,
-            heads=heads,
-            key_heads=key_heads,
-            of_keys=of_keys,
-            others=others,
-            adapters=self.lora_rank * (common + every * of_expert),
-            active_adapters=self.lora_rank * (common + chosen * of_expert),
-            of_text=of_text,
-            active=sum(map(math.prod, projections.values())) - idle,
-            padded=3 * one // _PADDING,
-            again=again,
-            again_always=2 * one,
-            moved=moved,
+            weights=layer_weights(self.weights, stack),
+            sizes=self.sizes,
+            top_k=self.top_k,
+            rank=self.lora_rank,
+            targets=self.lora_targets,
+            moved_by_mixer=moved,
         )
 
-    @property
+    @cached_property
     def frozen(self) -> FrozenShares:
         """What is not trained; all but the adapters, if there are some."""
         share, kinds = float(self.lora_rank > 0), len(self.kinds)
-        return self.frozen_by_name or FrozenShares(
+        if self.frozen_names and not self.lora_rank:
+            return self._frozen_by_name()
+        return FrozenShares(
             layers=(share,) * kinds,
             products=(share,) * kinds,
             **dict.fromkeys(("experts", "others", "embedding", "head"), share),
+        )
+
+    def _frozen_by_name(self) -> FrozenShares:
+        names = frozen_names(self.weights, self.frozen_names)
+        counts = {kind.stack: kind for kind in self.kinds}
+
+        def share(counted: Callable[[str, Weight], Any]) -> float:
+            """The frozen share of weights of which `counted` says how much of them counts."""
+            frozen = whole = Fraction(0)
+            for path, x in self.weights.items():
+                kind = counts.get(path.partition("/")[0])
+                sizes = {**self.sizes, LAYERS: 1 if kind is None else kind.count}
+                amount = x.elements(sizes) * Fraction(counted(path, x))
+                whole += amount
+                frozen += amount * (path in names)
+            return float(frozen / max(whole, 1))
+
+        def active(kind: LayerKind) -> Callable[[str, Weight], Any]:
+            return lambda path, x: kind.has(path) and x.projects and kind.of_token(x)
+
+        outside = {"embedding" if self.tied_head else "head"}
+        outside |= {"patches"} if self.takes_values else set()
+        trained = {path.partition("/")[0] for path in self.weights if path not in names}
+        return FrozenShares(
+            layers=tuple(share(lambda path, x, kind=kind: kind.has(path)) for kind in self.kinds),
+            products=tuple(share(active(kind)) for kind in self.kinds),
+            experts=share(lambda path, x: x.of_experts and x.projects),
+            others=share(lambda path, x: not x.is_stacked),
+            embedding=share(lambda path, x: path.startswith("embedding/")),
+            head=share(
+                lambda path, x: (
+                    path.split("/")[0] in outside
+                    and path.rpartition("/")[2] in ("kernel", "embedding")
+                )
+            ),
+            after_layers=trained <= {"norm", "head"},
         )
 
     @property
@@ -460,22 +487,10 @@ class ModelSizes:
         """Weights of the adapters of all layers that each token is multiplied with."""
         return sum(kind.count * kind.active_adapters for kind in self.kinds)
 
-    @property
+    @cached_property
     def other_elements(self) -> int:
         """Weights outside of the layers."""
-        if self.kind == "dit":
-            # Patches, time (of 256 channels), classes, last modulation, and head.
-            of_width = 2 * self.outputs + 256 + self.width + self.classes + 1 + 2 * self.width
-            return of_width * self.width
-        if self.kind == "wan":
-            # Patches, time and its modulations, text, image, last modulation, and head.
-            inputs = self.outputs + self.patch * self.given_channels
-            of_width = inputs + 256 + self.width + 6 * self.width + self.text_dim + self.width
-            of_width += 11 + 2 + self.outputs
-            image = self.image_dim
-            of_image = (image + 3) * image + (image + 3) * self.width if image else 0
-            return of_width * self.width + of_image + self.outputs
-        return self.outputs * self.width * (1 if self.tied_head else 2) + self.width
+        return sum(x.elements(self.sizes) for x in self.weights.values() if not x.is_stacked)
 
     @property
     def elements(self) -> int:
@@ -493,9 +508,9 @@ class ModelSizes:
             devices: devices over which ZeRO divides the experts.
             tensor: degree of tensor parallelism.
         """
-        if self.experts is None:
+        if not self.experts:
             return False
-        legal = (devices > 1) & (self.experts.count % devices == 0)
+        legal = (devices > 1) & (self.experts % devices == 0)
         if self.dispatch is not None:
             return legal & self.dispatch
         return legal & (
@@ -505,15 +520,13 @@ class ModelSizes:
     def dispatched_bytes(self, tokens: Any) -> Any:
         """Bytes of one array of all assignments of a device, in messages; the last one is not
         full."""
-        assert self.experts is not None, "the caller has looked"
-        sent = (1 + 1 / DISPATCHES) * self.experts.top_k
+        sent = (1 + 1 / DISPATCHES) * self.top_k
         return sent * tokens * self.width * self.itemsize
 
     @property
     def expert_elements(self) -> int:
         """Weights of the matrices of all experts of a layer."""
-        experts = self.experts
-        return 0 if experts is None else 3 * experts.count * self.width * experts.width
+        return _OF_EXPERT * self.experts * self.width * self.sizes.get("expert_mlp", 0)
 
     @property
     def gathered_bytes(self) -> int:
@@ -545,7 +558,8 @@ class ModelSizes:
         pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
         attention = 4 * self.heads * self.head_dim * pairs / seq_len
         head = (2 if self.takes_values else 1) * self.width * self.outputs
-        states = self.linear_layers * self.linear.state_flops if self.linear else 0
+        mixers = Counter(self.layer_mixers)
+        states = sum(mixers[name] * x.state_flops for name, x in self.recurrences.items())
         layers = zip(self.passes, self.kinds, strict=True)
         products = sum(passes * kind.count * kind.active for passes, kind in layers)
         products += (3 - self.frozen.head) * head + 3 * self.active_adapters
@@ -555,12 +569,12 @@ class ModelSizes:
     @property
     def whole_attentions(self) -> int:
         """Attentions of a layer to a text and to an image."""
-        return (self.text_tokens > 0) + (self.image_dim > 0)
+        return (self.text_tokens > 0) + (self.image_tokens > 0)
 
     @property
     def whole_tokens(self) -> int:
         """Tokens of a text and an image, which are whole on every device."""
-        return self.text_tokens + (IMAGE_TOKENS if self.image_dim else 0)
+        return self.text_tokens + self.image_tokens
 
     def _flops_of_texts(self, seq_len: int) -> float:
         """FLOPs of a step for each token, of its attention to a text and an image, and of their
@@ -570,11 +584,6 @@ class ModelSizes:
         layers = zip(self.passes, self.kinds, strict=True)
         products = sum(passes * kind.count * kind.text_matrices for passes, kind in layers)
         return pairs + 2.0 * products * self.text_tokens / seq_len
-
-    @property
-    def linear_layers(self) -> int:
-        """Layers of linear attention."""
-        return self.layer_mixers.count("linear")
 
     @property
     def document_cost(self) -> DocumentCost:
@@ -593,11 +602,6 @@ class ModelSizes:
         # The first queries of a window see fewer keys than the others.
         window = min(window or seq_len, seq_len)
         return window * (window + 1) // 2 + (seq_len - window) * window
-
-
-def is_size(number: Any) -> bool:
-    """True if something is a whole number of at least 1."""
-    return type(number) is int and number >= 1
 
 
 def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:

@@ -132,7 +132,7 @@ class Plan:
             cluster["port_rate"] = None
         return {
             "cluster": cluster,
-            "model": asdict(self.call.model),
+            "model": self.call.model.as_dict(),
             "run": list(self.run),
             "options": asdict(self.options),
             "seq_len": self.call.seq_len,

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from models.parts.recurrence import Recurrence
+from models.weights import OVER_TENSOR, Weight
 from startrail_jax.patterns import loops_of, turn_of
 from trainer.planner.grid import Call, Settings
 from trainer.planner.links import Cost, Links
@@ -22,7 +24,7 @@ from trainer.planner.memory import (
     StepSizes,
     footprint_of,
 )
-from trainer.planner.models import SENT_TO_EXPERTS, LayerKind
+from trainer.planner.models import SENT_TO_EXPERTS, LayerKind, shared_elements
 from trainer.planner.timing import Timing
 
 _FLOAT32 = 4
@@ -96,7 +98,7 @@ class Step:
         """Tokens of a device."""
         model = self.call.model
         self.kinds = model.kinds
-        self.layer_elements = [self._on_device(kind) for kind in self.kinds]
+        self.layer_elements = [kind.on_device(self.settings.tensor) for kind in self.kinds]
         """Weights of a layer of each kind on a device, when ZeRO has gathered them."""
         self.stacked_elements = self._of_layers(self.layer_elements)
         """Those of all layers, and all weights, likewise."""
@@ -116,13 +118,6 @@ class Step:
         self._staying = [stay * (kind.feed_forward == "experts") for kind in self.kinds]
         """Weights of a layer of each kind that are then not gathered."""
         self._staying_trained = [x - _part(shares.experts, x) for x in self._staying]
-
-    def _on_device(self, kind: LayerKind) -> np.ndarray:
-        """Weights of a layer on a device, when ZeRO has gathered them."""
-        tensor, keys = self.settings.tensor, kind.weights(*kind.of_keys)
-        split = np.where(kind.key_heads % tensor != 0, keys, keys // tensor)
-        others = split + kind.others + kind.adapters
-        return (kind.matrices + kind.text_matrices - keys) // tensor + others
 
     def _of_layers(self, each: Iterable[Any]) -> Any:
         """The sum over all layers of what a layer of each kind has."""
@@ -178,26 +173,37 @@ class Step:
         }
 
     def _linear(self, states: float) -> np.ndarray:
-        """Seconds of the linear attention of all layers, which moves so many states a token."""
-        model = self.call.model
-        if model.linear is None:
-            return np.zeros(len(self.settings))
-        size = _FLOAT32 * model.linear.values * model.linear.key_dim / self.settings.tensor
-        moved = model.linear_layers * self.tokens * states * size
+        """Seconds of the recurrences of all layers, which move so many states a token."""
+        moved = np.zeros(len(self.settings))
+        for layers, recurrence in self._recurrences:
+            size = _FLOAT32 * recurrence.values * recurrence.key_dim / self.settings.tensor
+            moved = moved + layers * self.tokens * states * size
         return moved / self.cluster.gpu.memory_rate
+
+    @property
+    def _recurrences(self) -> list[tuple[int, Recurrence]]:
+        """The layers with each recurrence, and the recurrence."""
+        model = self.call.model
+        return [(model.layer_mixers.count(x), y) for x, y in model.recurrences.items()]
 
     @functools.cached_property
     def _states(self) -> np.ndarray:
-        """Seconds of the messages of all layers of linear attention in one pass: those of
+        """Seconds of the messages of the recurrences of all layers in one pass: those of
         `startrail_jax.linear.cost` for zigzag order, up the line of devices and down again."""
-        model, linear, found = self.call.model, self.call.model.linear, np.zeros(len(self.settings))
-        if linear is None:
-            return found
+        found = np.zeros(len(self.settings))
+        for layers, recurrence in self._recurrences:
+            found += layers * self._states_of(recurrence)
+        return found
+
+    def _states_of(self, recurrence: Recurrence) -> np.ndarray:
+        """Those of one layer."""
+        found = np.zeros(len(self.settings))
         for devices in {*self.settings.sequence.tolist()} - {1}:
             rows = np.flatnonzero(self.settings.sequence == devices)
-            numbers = self.call.batch * linear.heads * linear.key_dim
-            size = _FLOAT32 * numbers / self.settings.tensor[rows] / self.settings.data[rows]
-            state, whole = size * linear.value_dim, size * (linear.value_dim + linear.key_dim)
+            size = _FLOAT32 * self.call.batch * recurrence.heads
+            size = size / self.settings.tensor[rows] / self.settings.data[rows]
+            state = size * recurrence.key_dim * recurrence.value_dim
+            whole = state + size * recurrence.factor_elements(recurrence.key_dim)
             ranks, steps = np.arange(devices), (devices - 1).bit_length()
             inside = np.minimum(self.cluster.gpus_per_node // self.settings.tensor[rows], devices)
             inside = np.maximum(inside, 1)
@@ -209,7 +215,7 @@ class Step:
                 for moved in (whole if step < steps - 1 else state, whole):
                     sent = across * moved, within * moved, 1, np.where(within > 0, moved, 0)
                     seconds = seconds + self._links.messages(*sent).seconds
-            found[rows] = model.linear_layers * seconds
+            found[rows] = seconds
         return found
 
     def _zero(
@@ -367,29 +373,25 @@ class Step:
 
 
 def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
-    """Elements of the matrices whose first dimension the axes of ZeRO do not split: those from
-    heads and hidden channels, which `tensor` splits, or whose number they do not divide."""
-    model, tensor = call.model, settings.tensor
+    """Elements of the weights of layers that the axes of ZeRO split along another dimension than
+    the first, which `tensor` splits or whose size they do not divide."""
+    sizes, tensor, replicas = call.model.sizes, settings.tensor, settings.replicas
 
-    def taken(size: int) -> np.ndarray:
-        return ((tensor > 1) | (size % settings.replicas > 0)).astype(np.int64)
+    def is_split(name: str) -> np.ndarray:
+        copied = bool(OVER_TENSOR[name]) & (sizes[name] % tensor != 0)
+        return (tensor > 1) & ~copied
 
-    outs = sum(
-        kind.count * taken(kind.heads) * kind.weights(name)
-        for kind in model.kinds
-        for name in ("out", "text_out")
-        if name in kind.projections
-    )
-    down = taken(model.mlp_width) * (model.width * model.mlp_width)
-    found = (outs + model.layer_feed_forwards.count("mlp") * down) // tensor
-    if model.experts is not None:
-        count, whole = model.layer_feed_forwards.count("experts"), model.largest_feed_forward
-        found = found + count * (model.experts.count % settings.replicas > 0) * (whole // tensor)
-    if model.kind == "wan":
-        # Biases and norms of heads, and a table of 6 modulations.
-        table = (6 % settings.replicas > 0) * 6
-        heads = taken(model.heads) * (10 + 3 * (model.image_dim > 0)) // tensor
-        found = found + model.layers * model.width * (table + heads)
+    def is_moved(weight: Weight) -> np.ndarray:
+        first, *others = (
+            (sizes[name] % replicas == 0) & (i != weight.tensor_dim or ~is_split(name))
+            for i, name in enumerate(weight.dims)
+        )
+        return ~first & functools.reduce(np.logical_or, others, False)
+
+    found = np.zeros_like(tensor)
+    for kind in call.model.kinds:
+        for x in kind.weights.values():
+            found += kind.count * is_moved(x) * shared_elements(x, sizes, tensor)
     return found
 
 

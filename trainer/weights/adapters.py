@@ -12,13 +12,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from models.layers import ADAPTERS
+from models.weights import ADAPTERS
 from startrail_jax.errors import InputError, UserError
 from trainer.checkpoints.reading import restore_frozen, restore_weights
 from trainer.config import LoraConfig, TrainConfig
-from trainer.objective import Objective
-from trainer.parallel.frozen import abstract_weights
-from trainer.parallel.partition import counts_experts, join_frozen, split_frozen
+from trainer.objective import Objective, abstract_weights
+from trainer.parallel.partition import join_frozen, split_frozen
 from trainer.run.folder import FROZEN_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, model_flags
 from trainer.weights.files import MODEL
@@ -166,7 +165,8 @@ def merged(
     if kind != KERNEL or names[0] not in arrays:
         return weight
     a, b = (place.weight_of(np.asarray(arrays[name]), number) for name in names)
-    if not counts_experts(part.rpartition("/")[2]):
+    # Matrices of experts lie one after another.
+    if a.ndim + b.ndim == weight.ndim + 2:
         a, b = (as_matrix(x, kind) for x, kind in zip((a, b), ADAPTERS, strict=True))
     added = np.matmul(a, b)
     assert weight.size == added.size, "they belong to the kernel"

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from models.checks import check_minimum, check_range
+from models.parts.dit import wan_weights
+from models.weights import projections
 from startrail_jax.errors import InputError
 from trainer.config import LoraConfig
 from trainer.dit.config import DenoiserConfig, DenoiserTrainConfig
@@ -152,12 +154,8 @@ class WanTrainConfig(DenoiserTrainConfig):
                 "data.sizes must name each size once, and size is one of them; got "
                 f"size={self.size}, sizes={self.data.sizes}. Leave the second out."
             )
-        absent = {*self.lora.targets} - {"query", "key", "value", "out", "up", "down"}
-        if self.has_adapters and absent:
-            raise InputError(
-                "lora.targets must name projections of the model; got "
-                f"{' '.join(sorted(absent))}. Use query, key, value, out, up, down."
-            )
+        weights = wan_weights(image=False, text_norm=self.model.text_norm)
+        self.lora.check_targets(projections(weights))
 
     @property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from models.layers import ADAPTERS
+from models.weights import ADAPTERS
 from trainer.data.cache import check_new, write_folder
 from trainer.dit.wan.config import WanTrainConfig
 from trainer.dit.wan.config_json import CONFIG, to_values

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from models.parts.dit import wan_weights
+from models.weights import Weight
 from trainer.dit.sizes import sizes_of_patches
-from trainer.dit.wan.config import WanTrainConfig
-from trainer.planner.models import ModelSizes
+from trainer.dit.wan.config import WanConfig, WanTrainConfig
+from trainer.planner.models import IMAGE_TOKENS, ModelSizes
+
+
+def weights_of(model: WanConfig) -> dict[str, Weight]:
+    """The weights of a model."""
+    return wan_weights(image=model.image_dim is not None, text_norm=model.text_norm)
 
 
 def sizes_of(config: WanTrainConfig) -> ModelSizes:
     """The sizes of the model of a run."""
     model = config.model
-    names = ("given_channels", "text_tokens", "text_dim")
+    own = dict(zip(("frames", "rows", "columns"), model.patch, strict=True))
+    own |= {"in_channels": model.channels + model.given_channels, "time": model.time_channels}
+    own |= {"text_dim": model.text_dim, "image_dim": model.image_dim or 0}
     return sizes_of_patches(
         config,
         kind="wan",
-        qk_norm=True,
-        image_dim=model.image_dim or 0,
-        **{name: getattr(model, name) for name in names},
+        weights=weights_of(model),
+        own=own,
+        text_tokens=model.text_tokens,
+        image_tokens=IMAGE_TOKENS if model.image_dim else 0,
     )

@@ -408,12 +408,15 @@ def _layer_values(model: GPTConfig, family: Family) -> dict[str, Any]:
     if family.linear is not None:
         found[NEGATIVE] = model.linear.largest_beta == 2
         found["layer_types"] = [FULL if x == "attention" else LINEAR for x in model.layer_mixers]
-        found |= {key: getattr(model.linear_sizes, name) for key, name in OF_LINEAR.items()}
+        found |= {
+            key: getattr(model.linear.of_model(model), name) for key, name in OF_LINEAR.items()
+        }
     if family.experts is not None:
         experts = model.experts
         local = family.architecture.startswith(("Mixtral", "GptOss"))
         found |= {
-            key: getattr(model.expert_sizes, name) for key, name in family.expert_keys.items()
+            key: getattr(model.experts.of_model(model), name)
+            for key, name in family.expert_keys.items()
         }
         found |= {COUNTS[local]: experts.count, NORMALISED_SHARES: experts.normalised}
         dense = [i for i, x in enumerate(model.layer_feed_forwards) if x == "mlp"]
@@ -435,12 +438,12 @@ def plain(model: GPTConfig) -> GPTConfig:
     feed_forwards = pattern(model.layer_feed_forwards)
     model = replace(model, mixers=pattern(model.layer_mixers), feed_forwards=feed_forwards)
     if "experts" in feed_forwards:
-        width = model.expert_sizes.width
+        width = model.experts.of_model(model).width
         # Without dense layers, there is no MLP.
         mlp_width = model.mlp_width if "mlp" in feed_forwards else width
         model = replace(model, experts=replace(model.experts, width=width), mlp_width=mlp_width)
     if "linear" in model.mixers:
-        linear = model.linear_sizes
+        linear = model.linear.of_model(model)
         norm_eps = None if linear.norm_eps == model.norm_eps else linear.norm_eps
         norms = None if linear.norms == model.norms else linear.norms
         model = replace(model, linear=replace(linear, norm_eps=norm_eps, norms=norms))

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from models.config import GPTConfig
-from models.periods import PARTS, layers_of
+from models.parts.gpt import stack_pairs
+from models.periods import layers_of
 from startrail_jax.errors import InputError
 from trainer.weights.places import (
     AS_IT_IS,
@@ -137,7 +138,7 @@ AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
 def tables(model: GPTConfig, family: str) -> Mapping[str, Mapping[str, tuple[str, Groups]]]:
     """Part of a model -> weight of a layer -> tensor; families (`model_type`) have other names."""
     found = {}
-    for (mixer, feed_forward), part in PARTS.items():
+    for part, (mixer, feed_forward) in stack_pairs(model).items():
         of_all = {path: x for path, x in OF_LAYER.items() if not path.startswith("attention/")}
         table = dict(OF_LAYER) if mixer == "attention" else of_all | dict(OF_LINEAR)
         if mixer == "attention" and model.norms != "before":
@@ -193,7 +194,7 @@ def places(
         others = (f"{part}/{x}" for x, (other, _) in table.items() if other == name)
         beside = [x for x in others if x in shapes]
         if beside[1:]:
-            groups = model.linear_sizes.key_heads if name in BY_KEY_HEAD else 1
+            groups = model.linear.of_model(model).key_heads if name in BY_KEY_HEAD else 1
             share = Share(
                 index=beside.index(path),
                 sizes=tuple(place(x).tensor_shape[0] // groups for x in beside),

@@ -1,0 +1,1 @@
+"""Parts of models, declared: weights by the names of their dimensions. Imports no jax."""

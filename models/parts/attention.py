@@ -1,0 +1,48 @@
+"""Attention of a GPT: its weights and sizes. `models.attention` computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from models.weights import Model, Weight, bias, projection, scale
+
+
+def weights(config: Model) -> dict[str, Weight]:
+    """The weights, in the order in which they are drawn."""
+    found = {
+        "query/kernel": projection("width | heads query_dim"),
+        "key/kernel": projection("width | kv_heads head_dim"),
+        "value/kernel": projection("width | kv_heads head_dim"),
+        "out/kernel": projection("heads head_dim | width", "out"),
+    }
+    if config.qkv_bias:
+        found["query_bias"] = bias("heads query_dim")
+        found["key_bias"] = found["value_bias"] = bias("kv_heads head_dim")
+    if config.qk_norm and config.qk_norm_over == "head":
+        found["query_norm/scale"] = found["key_norm/scale"] = scale("head_dim")
+    elif config.qk_norm:
+        found["query_norm/heads_scale"] = scale("heads head_dim", precise=True)
+        found["key_norm/heads_scale"] = scale("kv_heads head_dim", precise=True)
+    if config.sinks:
+        found["sinks"] = bias("heads")
+    if config.out_bias:
+        found["out_bias"] = bias("width")
+    return found
+
+
+def sizes(config: Model) -> dict[str, int]:
+    """The sizes of its dimensions. A gate has as many channels as the query, and lies beside it."""
+    return {
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "query_dim": config.head_dim * (2 if config.attention_gate else 1),
+    }
+
+
+def moved(sizes: Mapping[str, int]) -> int:
+    """Elements of a token, over all heads, that the kernels between its matrix products read and
+    write in a forward pass: those of rotary positions, and of a gate."""
+    queries, keys = (sizes[name] * sizes["head_dim"] for name in ("heads", "kv_heads"))
+    is_gated = sizes["query_dim"] > sizes["head_dim"]
+    return 2 * (queries + keys) + 3 * queries * is_gated

@@ -1,0 +1,126 @@
+"""A feed-forward of experts: its options, weights and sizes. `models.experts` computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from models.checks import changed, check_minimum, check_range
+from models.parts import mlp
+from models.weights import Model, Weight, below, bias, projection, weight
+from startrail_jax.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Layers whose feed-forward is one of experts, of which each token goes to a few."""
+
+    count: int = 8
+    """Number of experts."""
+    top_k: int = 2
+    """Number of experts of each token."""
+    width: int | None = None
+    """Number of hidden channels of an expert. The default is `model.mlp_width`."""
+    shared_width: int = 0
+    """The same of a further expert, to which all tokens go. The default is none."""
+    shared_gate: bool = False
+    """Whether the sigmoid of a projection multiplies the output of that expert."""
+    activation: Literal["swiglu", "clamped"] = "swiglu"
+    """Activation of the experts: "clamped" is that of gpt-oss."""
+    biases: bool = False
+    """Whether the router and the experts have biases, as in gpt-oss."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the logits of the router into the shares of experts in the output."""
+    normalised: bool = True
+    """Whether the shares of the experts of a token are divided by their sum."""
+    balance_loss: float = 0.001
+    """Factor of the loss that balances the experts: count * sum_e load_e * probability_e, where
+    load_e is the number of tokens that go to expert e, for each token, and probability_e its mean
+    probability, so that the loss is top_k in balance (Switch Transformers, equation (4),
+    https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch that the loss counts;
+    with gradient accumulation, or batches of whole documents, those of each part."""
+    balance_over: Literal["layer", "model"] = "layer"
+    """Of what load_e and probability_e are means: of each layer, whose losses are added up, or of
+    all layers together, as in transformers. The default is "model" for a pretrained model."""
+    balance_rate: float = 0.0
+    """How far each step moves a bias of every expert, up if the expert has fewer tokens than the
+    mean, and down if it has more. The bias counts in the choice of experts alone, and balances them
+    without a loss (https://arxiv.org/abs/2408.15664, with 0.001); 0 for none."""
+    z_loss: float = 0.0
+    """Factor of the mean square of the log-sum-exp of the router's logits (ST-MoE,
+    https://arxiv.org/abs/2202.08906)."""
+
+    def __post_init__(self) -> None:
+        for name in ("count", "top_k", "width"):
+            check_minimum(f"model.experts.{name}", getattr(self, name), 1)
+        check_minimum("model.experts.shared_width", self.shared_width, 0)
+        if self.top_k > self.count:
+            raise InputError(
+                "model.experts.top_k must be at most model.experts.count; got "
+                f"top_k={self.top_k}, count={self.count}. Change one of them."
+            )
+        if self.shared_gate and not self.shared_width:
+            raise InputError(
+                "model.experts.shared_gate needs a shared expert; got shared_width=0. Give "
+                "--model.experts.shared-width, or leave it out."
+            )
+        for name in ("balance_loss", "balance_rate", "z_loss"):
+            value, way_out = getattr(self, name), "Use 0.001, or 0 for none."
+            check_range(f"model.experts.{name}", value, "at least 0 and finite", way_out)
+
+    def check(self, model: Model) -> None:
+        """Raises unless the options fit those of a model."""
+        given = changed(self)
+        if given and "experts" not in model.layer_feed_forwards:
+            raise InputError(
+                f"model.experts.{given[0]} needs layers of experts; got "
+                f"feed_forwards={model.feed_forwards}. Use --model.feed-forwards experts, or leave "
+                "it out."
+            )
+
+    def of_model(self, model: Model) -> Any:
+        """The same with all sizes, whose defaults are those of a model."""
+        return replace(self, width=self.width or model.mlp_width)
+
+
+def weights(config: Model) -> dict[str, Weight]:
+    """The weights, in the order in which they are drawn."""
+    return weights_of(config.experts)
+
+
+def weights_of(experts: ExpertsConfig) -> dict[str, Weight]:
+    """Those of a layer alone."""
+    found = {
+        "router": weight("width | experts", precise=True),
+        "expert_gate/kernel": projection("experts: width | expert_mlp"),
+        "expert_up/kernel": projection("experts: width | expert_mlp"),
+        "expert_down/kernel": projection("experts: expert_mlp | width", "out"),
+    }
+    if experts.balance_rate:
+        found["choice_bias"] = bias("experts")
+    if experts.biases:
+        found["router_bias"] = bias("experts")
+        found["expert_gate_bias"] = bias("experts: expert_mlp", precise=True)
+        found["expert_up_bias"] = bias("experts: expert_mlp", precise=True)
+        # Added where the outputs of a token's experts are summed, on the device of the token.
+        found["expert_down_bias"] = bias("experts width", precise=True)
+    if experts.shared_width:
+        found |= below("shared", mlp.weights_of("shared_mlp", gated=True))
+    if experts.shared_gate:
+        found["shared_gate/kernel"] = weight("width one")
+    return found
+
+
+def sizes(config: Model) -> dict[str, int]:
+    """The sizes of its dimensions."""
+    return sizes_of(config.experts.of_model(config))
+
+
+def sizes_of(experts: Any) -> dict[str, int]:
+    """Those of an `ExpertsConfig` with all sizes."""
+    return {
+        "experts": experts.count,
+        "expert_mlp": experts.width,
+        "shared_mlp": experts.shared_width,
+        "one": 1,
+    }

@@ -1,0 +1,92 @@
+"""A GPT: which layers it has, and its weights. `models.gpt` computes it. Imports no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from models.config import GPTConfig
+from models.parts import attention, experts, gated_delta, mlp
+from models.parts.recurrence import Recurrence
+from models.weights import Norms, Weight, below, scale, stacked, weight
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """What follows the mixer of a layer."""
+
+    prefix: str
+    """Part of the name of the stacked layers that have it: see `stack_name`."""
+    weights: Callable[[GPTConfig], dict[str, Weight]]
+    """Its weights, by their paths in it."""
+    sizes: Callable[[GPTConfig], dict[str, int]]
+    """The sizes of their dimensions, by name."""
+
+
+@dataclass(frozen=True)
+class Mixer(FeedForward):
+    """What a layer mixes tokens with."""
+
+    norms: Callable[[GPTConfig], Norms] = lambda config: config.norms
+    """Where its layers have norms."""
+    recurrence: Callable[[GPTConfig], Recurrence] | None = None
+    """The states that a layer keeps; None for one that keeps keys and values."""
+
+
+MIXERS = {
+    "attention": Mixer("", attention.weights, attention.sizes),
+    "linear": Mixer(
+        "linear_",
+        gated_delta.weights,
+        gated_delta.sizes,
+        gated_delta.norms,
+        gated_delta.recurrence,
+    ),
+}
+"""What a layer mixes tokens with, by its name in `GPTConfig.mixers`."""
+FEED_FORWARDS = {
+    "mlp": FeedForward("", mlp.weights, mlp.sizes),
+    "experts": FeedForward("expert_", experts.weights, experts.sizes),
+}
+"""What follows it, by its name in `GPTConfig.feed_forwards`."""
+
+
+def stack_name(mixer: str, feed_forward: str) -> str:
+    """The part of a model that holds the stacked weights of such layers."""
+    return f"{MIXERS[mixer].prefix}{FEED_FORWARDS[feed_forward].prefix}blocks"
+
+
+def stack_pairs(config: GPTConfig) -> dict[str, tuple[str, str]]:
+    """The stacks of a model, in the order of their first layers: mixer and feed-forward of each."""
+    pairs = zip(config.layer_mixers, config.layer_feed_forwards, strict=True)
+    return {stack_name(*pair): pair for pair in pairs}
+
+
+def recurrences_of(config: GPTConfig) -> dict[str, Recurrence]:
+    """The recurrence of each mixer of a model that has one."""
+    mixers = {name: MIXERS[name].recurrence for name in dict.fromkeys(config.layer_mixers)}
+    return {name: make(config) for name, make in mixers.items() if make is not None}
+
+
+def gpt_weights(config: GPTConfig) -> dict[str, Weight]:
+    """All weights of a GPT, by path."""
+    found = {"embedding/embedding": weight("vocab width", "embedding")}
+    for stack, (mixer, feed_forward) in stack_pairs(config).items():
+        layer = below("attention", MIXERS[mixer].weights(config))
+        layer |= below("mlp", FEED_FORWARDS[feed_forward].weights(config))
+        norms = MIXERS[mixer].norms(config)
+        names = [f"{x}_norm" for x in ("attention", "mlp") if norms != "after"]
+        names += [f"{x}_out_norm" for x in ("attention", "mlp") if norms != "before"]
+        found |= stacked(stack, layer | {f"{name}/scale": scale("width") for name in names})
+    found["norm/scale"] = scale("width")
+    if not config.tied_head:
+        found["head/kernel"] = weight("width | vocab")
+    return found
+
+
+def gpt_dims(config: GPTConfig) -> dict[str, int]:
+    """The sizes of the dimensions of all weights, but for the number of layers of each stack."""
+    found = {"width": config.width, "vocab": config.vocab_size}
+    for mixer, feed_forward in stack_pairs(config).values():
+        found |= MIXERS[mixer].sizes(config) | FEED_FORWARDS[feed_forward].sizes(config)
+    return found

@@ -1,0 +1,24 @@
+"""The MLP of all models: its weights and sizes. `models.layers.MLP` computes it."""
+
+from __future__ import annotations
+
+from models.weights import Model, Weight, bias, projection
+
+
+def weights(config: Model) -> dict[str, Weight]:
+    """The weights, in the order in which they are drawn."""
+    return weights_of("mlp", gated=config.mlp != "gelu")
+
+
+def weights_of(hidden: str, *, gated: bool, biased: bool = False) -> dict[str, Weight]:
+    """Those of an MLP whose hidden channels have this name."""
+    found = {"gate/kernel": projection(f"width | {hidden}")} if gated else {}
+    found["up/kernel"] = projection(f"width | {hidden}")
+    if biased:
+        found["up_bias"] = bias(hidden)
+    return found | {"down/kernel": projection(f"{hidden} | width", "out")}
+
+
+def sizes(config: Model) -> dict[str, int]:
+    """The sizes of its dimensions."""
+    return {"mlp": config.mlp_width}

@@ -1,0 +1,76 @@
+"""Layers that keep a state in place of keys and values: their sizes. Imports no jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """A recurrence over tokens behind a short convolution, as `startrail_jax.LinearAttention` has
+    it. A layer keeps two arrays while it decodes: its states, and what the convolution sees of the
+    tokens before the next one."""
+
+    rule: str
+    """How a token changes the states: see `startrail_jax.LinearAttention`."""
+    heads: int
+    """Heads of values, each with a state [key_dim, value_dim], in float32."""
+    key_heads: int
+    """Heads of queries and keys, a divisor of `heads`."""
+    key_dim: int
+    value_dim: int
+    conv: int
+    """Tokens that the convolution sees, the token itself included."""
+    delta: bool
+    """Whether a token writes the difference to what the state holds."""
+    by_channel: bool = False
+    """Whether each channel of a key has its own decay."""
+
+    @property
+    def name(self) -> str:
+        """The rule, for `startrail_jax.linear.sizes`."""
+        return self.rule
+
+    def factor_elements(self, key_dim: int) -> int:
+        """Numbers in M of a map S -> M S + N of states."""
+        return key_dim**2 if self.delta else 1
+
+    @property
+    def values(self) -> int:
+        """Channels of values, and of the output."""
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of query, key and value, which are convolved."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def state_flops(self) -> int:
+        """FLOPs of the recurrence for each token, forward."""
+        return 2 * (3 if self.delta else 2) * self.values * self.key_dim
+
+    @property
+    def moved(self) -> int:
+        """Elements of a token that its kernels read and write in a forward pass: query, key and
+        value are joined, convolved and normalised, and the output is normalised and multiplied."""
+        return 6 * self.channels + 4 * self.values
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the dimensions of its weights, by name."""
+        names = ("key_heads", "key_dim", "value_dim", "conv")
+        return {"value_heads": self.heads, **{name: getattr(self, name) for name in names}}
+
+    def on_device(self, tensor: int) -> Recurrence:
+        """That of a device, where `tensor` devices share the heads."""
+        key_heads = max(self.key_heads // tensor, 1)
+        return replace(self, heads=self.heads // tensor, key_heads=key_heads)
+
+    def state_shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of the states of a layer."""
+        return (rows, self.heads, self.key_dim, self.value_dim)
+
+    def tail_shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of what the convolution sees before the next token."""
+        return (rows, self.conv - 1, self.channels)

@@ -1,0 +1,37 @@
+"""The sizes of a GPT. Imports no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from models.config import GPTConfig
+from models.parts.gpt import gpt_dims, gpt_weights, recurrences_of
+from startrail_jax.patterns import shortest
+from trainer.planner.models import ModelSizes
+
+
+def sizes_of_gpt(
+    model: GPTConfig, *, windows: Sequence[int | None] | None = None, **others: Any
+) -> ModelSizes:
+    """The sizes of a GPT.
+
+    Args:
+        model: its config.
+        windows: the window of each layer; None for those of the config.
+        others: fields of `ModelSizes` that do not follow from the config.
+    """
+    has_experts = "experts" in model.layer_feed_forwards
+    return ModelSizes(
+        weights=gpt_weights(model),
+        sizes=gpt_dims(model),
+        layers=model.layers,
+        mixers=model.mixers,
+        recurrences=recurrences_of(model),
+        feed_forwards=model.feed_forwards,
+        top_k=model.experts.top_k if has_experts else 0,
+        outputs=model.vocab_size,
+        tied_head=model.tied_head,
+        windows=shortest(model.layer_windows if windows is None else windows),
+        **others,
+    )
