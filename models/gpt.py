@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +28,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.attention import GPTAttention, Rotation
+from models.attention import Rotation
 from models.config import GPTConfig
 from models.experts import Balance, Experts, Route
-from models.gated_delta import GatedDeltaNet
 from models.hooks import Hooks
 from models.layers import (
     MLP,
@@ -46,9 +46,6 @@ from models.periods import Kind, Stretch, kinds_of_layers, layer_of, stretches
 from models.rope import Rope, ropes_of
 from models.weights import Norms
 from startrail_jax.xla.varying import vary, varying_axes
-
-Mixer = GPTAttention | GatedDeltaNet
-"""The mixer of a layer."""
 
 
 class Added(NamedTuple):
@@ -77,10 +74,6 @@ class Added(NamedTuple):
         if config.balance_over == "model":
             auxiliary += config.balance_loss * config.count * jnp.dot(load, probability)
         return Added(auxiliary, Balance(load, probability), self.busiest / count)
-
-
-MODULES: dict[str, Any] = {"attention": GPTAttention, "linear": GatedDeltaNet}
-"""The modules of mixers, by their names in `models.parts.gpt.MIXERS`."""
 
 
 class GPT(nnx.Module):
@@ -130,10 +123,11 @@ class GPT(nnx.Module):
         make_norm = MakeNorm(config.norm_eps, config.norm_offset)
 
         def make_block(mixer: str, feed_forward: str, rngs: nnx.Rngs) -> GPTBlock:
-            given: dict[str, Any] = dict(hooks=self.hooks, out_gain=out_gain, rngs=rngs)
+            given: dict[str, Any] = dict(attention_fn=attention_fn, hooks=self.hooks)
+            given |= dict(out_gain=out_gain, rngs=rngs)
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
             return GPTBlock(
-                attention=MODULES[mixer](config, attention_fn=attention_fn, **given),
+                attention=resolve_name(MIXERS[mixer].module)(config, **given),
                 mlp=Experts(config.experts.of_model(config), **common)
                 if feed_forward == "experts"
                 else MLP(config.mlp, hidden=config.mlp_width, **common),
@@ -335,7 +329,7 @@ class GPTBlock(nnx.Module):
     def __init__(
         self,
         *,
-        attention: Mixer,
+        attention: Any,
         mlp: MLP | Experts,
         width: int,
         make_norm: MakeNorm,

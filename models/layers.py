@@ -126,6 +126,7 @@ class NormOverHeads(nnx.Module):
 INITS: dict[str, Callable[..., Array]] = {
     "normal": nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
     "zeros": lambda _, shape: jnp.zeros(shape),
+    "ones": lambda _, shape: jnp.ones(shape),
 }
 """Initial values by `Weight.init`: (key, shape) -> array."""
 
@@ -159,7 +160,7 @@ def give_weights(
         name, _, kind = path.rpartition("/")
         shape = weight.shape(sizes)
         if not name:
-            key = None if weight.init == "zeros" else rngs.params()
+            key = None if weight.init in ("zeros", "ones") else rngs.params()
             setattr(module, kind, nnx.Param(inits[weight.init](key, shape)))
         elif kind == "kernel":
             cut, gain = len(weight.inputs) or 1, out_gain if weight.init == "out" else 1.0

@@ -1,4 +1,9 @@
-"""Attention of a GPT: its weights and sizes. `models.attention` computes it."""
+"""Attention of a GPT: its weights and sizes. `models.attention` computes it.
+
+While it decodes, a layer keeps the keys and values of all tokens, [seq, kv_heads, head_dim] each.
+Between the passes it keeps its output and its log-sum-exp, or what `--remat` says besides. What it
+sends depends on the mesh: `startrail_jax.communication` counts it.
+"""
 
 from __future__ import annotations
 

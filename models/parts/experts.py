@@ -1,4 +1,9 @@
-"""A feed-forward of experts: its options, weights and sizes. `models.experts` computes it."""
+"""A feed-forward of experts: its options, weights and sizes. `models.experts` computes it.
+
+It keeps nothing while it decodes, and nothing but its inputs between the passes. Beside the sum of
+its outputs over `tensor`, it sends the loads of the experts, and with ZeRO 3 either their weights
+or its tokens (`--experts`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Gated DeltaNet: its options, weights and recurrence. `models.gated_delta` computes it."""
+"""Gated DeltaNet: its options, weights and recurrence. `models.gated_delta` computes it.
+
+What it keeps while it decodes and between the passes, and what it sends, is that of a recurrence:
+see `models.parts.recurrence`.
+"""
 
 from __future__ import annotations
 
@@ -99,12 +103,7 @@ def recurrence(config: Model) -> Recurrence:
     sizes = config.linear.of_model(config)
     names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
     given = {name: getattr(sizes, name) for name in names}
-    return Recurrence(rule="gated_delta", delta=True, **given)
-
-
-def sizes(config: Model) -> dict[str, int]:
-    """The sizes of its dimensions."""
-    return recurrence(config).sizes
+    return Recurrence(rule="gated_delta", delta=True, gates=2, **given)
 
 
 def norms(config: Model) -> Norms:

@@ -11,7 +11,7 @@ from models.parts.recurrence import Recurrence
 from models.weights import Norms, Weight, below, scale, stacked, weight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FeedForward:
     """What follows the mixer of a layer."""
 
@@ -23,10 +23,20 @@ class FeedForward:
     """The sizes of their dimensions, by name."""
 
 
-@dataclass(frozen=True)
+def _no_sizes(config: GPTConfig) -> dict[str, int]:
+    del config
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mixer(FeedForward):
     """What a layer mixes tokens with."""
 
+    sizes: Callable[[GPTConfig], dict[str, int]] = _no_sizes
+    """As of a feed-forward, but for those of the recurrence."""
+
+    module: str
+    """The module that computes it, `module:class`."""
     norms: Callable[[GPTConfig], Norms] = lambda config: config.norms
     """Where its layers have norms."""
     recurrence: Callable[[GPTConfig], Recurrence] | None = None
@@ -34,19 +44,24 @@ class Mixer(FeedForward):
 
 
 MIXERS = {
-    "attention": Mixer("", attention.weights, attention.sizes),
+    "attention": Mixer(
+        prefix="",
+        module="models.attention:GPTAttention",
+        weights=attention.weights,
+        sizes=attention.sizes,
+    ),
     "linear": Mixer(
-        "linear_",
-        gated_delta.weights,
-        gated_delta.sizes,
-        gated_delta.norms,
-        gated_delta.recurrence,
+        prefix="linear_",
+        module="models.gated_delta:GatedDeltaNet",
+        weights=gated_delta.weights,
+        norms=gated_delta.norms,
+        recurrence=gated_delta.recurrence,
     ),
 }
 """What a layer mixes tokens with, by its name in `GPTConfig.mixers`."""
 FEED_FORWARDS = {
-    "mlp": FeedForward("", mlp.weights, mlp.sizes),
-    "experts": FeedForward("expert_", experts.weights, experts.sizes),
+    "mlp": FeedForward(prefix="", weights=mlp.weights, sizes=mlp.sizes),
+    "experts": FeedForward(prefix="expert_", weights=experts.weights, sizes=experts.sizes),
 }
 """What follows it, by its name in `GPTConfig.feed_forwards`."""
 
@@ -85,7 +100,8 @@ def gpt_weights(config: GPTConfig) -> dict[str, Weight]:
 
 
 def gpt_dims(config: GPTConfig) -> dict[str, int]:
-    """The sizes of the dimensions of all weights, but for the number of layers of each stack."""
+    """The sizes of the dimensions of all weights, but for the number of layers of each stack, and
+    for recurrences, which have their own."""
     found = {"width": config.width, "vocab": config.vocab_size}
     for mixer, feed_forward in stack_pairs(config).values():
         found |= MIXERS[mixer].sizes(config) | FEED_FORWARDS[feed_forward].sizes(config)

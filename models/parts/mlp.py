@@ -1,4 +1,8 @@
-"""The MLP of all models: its weights and sizes. `models.layers.MLP` computes it."""
+"""The MLP of all models: its weights and sizes. `models.layers.MLP` computes it.
+
+It keeps nothing while it decodes; between the passes its hidden channels, if `--remat` says so. It
+sends nothing but the sum of its outputs over `tensor`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Layers that keep a state in place of keys and values: their sizes. Imports no jax."""
+"""Layers that keep a state in place of keys and values: their sizes. Imports no jax.
+
+While it decodes, a layer keeps its states and what its convolution sees, whatever the length.
+Between the passes it keeps its output and a map of states for every `GROUP` chunks of tokens
+(`startrail_jax.linear.sizes`). It sends log2(devices) maps in each pass, whatever the length
+(`startrail_jax.linear.cost`).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +27,8 @@ class Recurrence:
     value_dim: int
     conv: int
     """Tokens that the convolution sees, the token itself included."""
+    gates: int
+    """Projections to one number for each head, such as a decay."""
     delta: bool
     """Whether a token writes the difference to what the state holds."""
     by_channel: bool = False

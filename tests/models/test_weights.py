@@ -14,7 +14,7 @@ import startrail_jax as st
 from configs import RECIPES
 from models.config import ExpertsConfig, LinearConfig
 from models.hooks import Hooks
-from models.weights import LAYERS, OVER_TENSOR, Weight, find, projection, stacked, weight
+from models.weights import OVER_TENSOR, Weight, find, projection, stacked, weight
 from programs import make_config, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
@@ -28,7 +28,8 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 EVERYTHING = dict(
     **dict(heads=8, kv_heads=2, layers=4, qkv_bias=True, out_bias=True, qk_norm=True, sinks=True),
-    **dict(attention_gate=True, norms="both", mixers=("linear", "attention"), mlp="gelu"),
+    **dict(attention_gate=True, norms="both", mlp="gelu"),
+    mixers=("linear", "linear", "attention", "linear"),
     **dict(feed_forwards=("experts", "experts", "mlp"), qk_norm_over="heads", tied_head=True),
     experts=ExpertsConfig(biases=True, shared_width=24, shared_gate=True, balance_rate=0.1),
     linear=LinearConfig(heads=4, key_heads=2, value_dim=12, norms="after"),
@@ -57,14 +58,14 @@ def test_declared_weights_are_those_of_the_model(name):
     )
     adapters, arrays = split_adapters(nnx.state(model))
     shapes = {path_name(x): y.shape for x, y in jax.tree_util.tree_leaves_with_path(arrays)}
-    declared, sizes = objective.weights, objective.sizes.sizes
+    declared, sizes = objective.weights, objective.sizes
     assert shapes.keys() == declared.keys()
     for path, shape in shapes.items():
-        assert declared[path].shape({**sizes, LAYERS: shape[0]}) == shape, path
+        assert declared[path].shape(sizes.sizes_at(path)) == shape, path
     rank = {"rank": config.lora.rank} if name == "with adapters" else {}
     for path, x in jax.tree_util.tree_leaves_with_path(adapters):
-        own = find(declared, path_name(path))
-        assert own.shape({**sizes, **rank, LAYERS: x.shape[0]}) == x.shape, path_name(path)
+        own, at = find(declared, path_name(path)), sizes.sizes_at(path_name(path))
+        assert own.shape({**at, **rank}) == x.shape, path_name(path)
     assert bool(jax.tree.leaves(adapters)) == bool(rank)
     elements = sum(x.size for x in jax.tree.leaves((adapters, arrays)))
     assert objective.sizes.elements == elements

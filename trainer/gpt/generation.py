@@ -213,13 +213,14 @@ class Generator:
             new = (x[:, :, ::copies] for x in arrays[1:])
             return self._model.attend(*arrays, **options), _written(kv_cache, new, layer)
 
-        def mix(recurrence: Recurrence, *inputs: Any) -> tuple[Array, Any]:
+        def mix(recurrence: Recurrence, *inputs: Any) -> tuple[Array, Array, Any]:
             cache, layer, x, kernel, heads_of, *gates = inputs
             linear = self._model.linear(recurrence.rule)
             options: dict[str, Any] = {"segment_ids": segment_ids}
             x, tail = linear.conv_local(x, kernel, return_last=True, **options)
-            out, state = linear.local(*heads_of(x), *gates, return_state=True, **options)
-            return out, _written(cache, self._copied(state, tail), layer)
+            heads = heads_of(x)
+            out, state = linear.local(*heads, *gates, return_state=True, **options)
+            return out, heads[2], _written(cache, self._copied(state, tail), layer)
 
         model = self._model.local(weights)
         empty = self._empty_caches(*tokens.shape)
@@ -259,13 +260,14 @@ class Generator:
             attention = self._model.windowed(local_window_size)
             return attention.decode_local(query, keys, values, at, sinks), kv_cache
 
-        def mix(recurrence: Recurrence, *inputs: Any) -> tuple[Array, Any]:
+        def mix(recurrence: Recurrence, *inputs: Any) -> tuple[Array, Array, Any]:
             cache, layer, x, kernel, heads_of, *gates = inputs
             linear = self._model.linear(recurrence.rule)
             state, tail = (lax.dynamic_index_in_dim(x, layer, keepdims=False)[0] for x in cache)
             x, tail = linear.decode_conv(x, kernel, initial=tail)
-            out, state = linear.decode_local(*heads_of(x), *gates, state=state)
-            return out, _written(cache, self._copied(state, tail), layer)
+            heads = heads_of(x)
+            out, state = linear.decode_local(*heads, *gates, state=state)
+            return out, heads[2], _written(cache, self._copied(state, tail), layer)
 
         model = self._model.local(weights)
         attends = self._by_stack(attend, mix)

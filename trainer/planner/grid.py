@@ -167,9 +167,11 @@ def _legal_degrees(num_gpus: int, call: Call, given: dict[str, int]) -> dict[str
     legal = call.padded(shards) // shards % tensor == 0
     legal &= (call.batch % data == 0) & (model.heads % parts == 0)
     legal &= (model.kv_heads % parts == 0) | (parts % model.kv_heads == 0)
-    for name, axes in OVER_TENSOR.items():
-        if size := model.sizes.get(name):
-            legal &= (size % tensor == 0) | (bool(axes) & (tensor % size == 0))
+    for sizes in (model.sizes, *(x.sizes for x in model.recurrences.values())):
+        for name in OVER_TENSOR.keys() & sizes.keys():
+            if size := sizes[name]:
+                is_copied = bool(OVER_TENSOR[name])
+                legal &= (size % tensor == 0) | (is_copied & (tensor % size == 0))
     if "ring" in given:
         legal &= ring == given["ring"]
     columns = dict(data=data, group=group, ring=ring, team=team, head=head, tensor=tensor)

@@ -331,10 +331,10 @@ def _of_layers(
 
 
 def _recurrence_inputs(sizes: StepSizes, recurrence: Recurrence) -> Amount:
-    """Bytes of query, key, value, gate, decay and beta of a recurrence, as projected."""
+    """Bytes of query, key, value, the gate of the output, and gates, as projected."""
     tensor = sizes.degrees.tensor
     keys = 2 * np.maximum(recurrence.key_heads // tensor, 1) * recurrence.key_dim
-    others = (2 * recurrence.values + 2 * recurrence.heads) // tensor
+    others = (2 * recurrence.values + recurrence.gates * recurrence.heads) // tensor
     return sizes.tokens * (keys + others) * sizes.model.itemsize
 
 

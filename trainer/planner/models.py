@@ -244,7 +244,8 @@ class ModelSizes:
     weights: Mapping[str, Weight]
     """All weights, by path, without adapters."""
     sizes: Mapping[str, int]
-    """The sizes of their dimensions, by name: "width", "heads" and "head_dim" at least."""
+    """The sizes of their dimensions, by name: "width", "heads" and "head_dim" at least; those of
+    recurrences are in `recurrences`."""
     layers: int
     """Number of blocks."""
     mixers: tuple[str, ...] = ("attention",)
@@ -415,12 +416,17 @@ class ModelSizes:
             feed_forward=feed_forward,
             count=count,
             weights=layer_weights(self.weights, stack),
-            sizes=self.sizes,
+            sizes=self.sizes if recurrence is None else {**self.sizes, **recurrence.sizes},
             top_k=self.top_k,
             rank=self.lora_rank,
             targets=self.lora_targets,
             moved_by_mixer=moved,
         )
+
+    def sizes_at(self, path: str) -> Mapping[str, int]:
+        """The sizes of the dimensions of a weight, with the number of its layers."""
+        kind = next((kind for kind in self.kinds if kind.has(path)), None)
+        return self.sizes if kind is None else {**kind.sizes, LAYERS: kind.count}
 
     @cached_property
     def frozen(self) -> FrozenShares:
@@ -436,15 +442,12 @@ class ModelSizes:
 
     def _frozen_by_name(self) -> FrozenShares:
         names = frozen_names(self.weights, self.frozen_names)
-        counts = {kind.stack: kind for kind in self.kinds}
 
         def share(counted: Callable[[str, Weight], Any]) -> float:
             """The frozen share of weights of which `counted` says how much of them counts."""
             frozen = whole = Fraction(0)
             for path, x in self.weights.items():
-                kind = counts.get(path.partition("/")[0])
-                sizes = {**self.sizes, LAYERS: 1 if kind is None else kind.count}
-                amount = x.elements(sizes) * Fraction(counted(path, x))
+                amount = x.elements(self.sizes_at(path)) * Fraction(counted(path, x))
                 whole += amount
                 frozen += amount * (path in names)
             return float(frozen / max(whole, 1))

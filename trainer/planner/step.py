@@ -375,15 +375,15 @@ class Step:
 def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
     """Elements of the weights of layers that the axes of ZeRO split along another dimension than
     the first, which `tensor` splits or whose size they do not divide."""
-    sizes, tensor, replicas = call.model.sizes, settings.tensor, settings.replicas
+    tensor, replicas = settings.tensor, settings.replicas
 
-    def is_split(name: str) -> np.ndarray:
+    def is_split(name: str, sizes: Mapping[str, int]) -> np.ndarray:
         copied = bool(OVER_TENSOR[name]) & (sizes[name] % tensor != 0)
         return (tensor > 1) & ~copied
 
-    def is_moved(weight: Weight) -> np.ndarray:
+    def is_moved(weight: Weight, sizes: Mapping[str, int]) -> np.ndarray:
         first, *others = (
-            (sizes[name] % replicas == 0) & (i != weight.tensor_dim or ~is_split(name))
+            (sizes[name] % replicas == 0) & (i != weight.tensor_dim or ~is_split(name, sizes))
             for i, name in enumerate(weight.dims)
         )
         return ~first & functools.reduce(np.logical_or, others, False)
@@ -391,7 +391,8 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
     found = np.zeros_like(tensor)
     for kind in call.model.kinds:
         for x in kind.weights.values():
-            found += kind.count * is_moved(x) * shared_elements(x, sizes, tensor)
+            elements = shared_elements(x, kind.sizes, tensor)
+            found += kind.count * is_moved(x, kind.sizes) * elements
     return found
 
 

@@ -256,6 +256,7 @@ def _fits(model: GPTConfig, family: Family) -> bool:
             (_bases_by_window if family.local_rope else _one_base)(model),
             True not in without_rope or family.without_rope != "no",
             len(without_rope) == 1 or family.without_rope == "some",
+            {*model.layer_mixers} <= {"attention", *(["linear"] if family.linear else [])},
             _fits_linear(model, family),
             _fits_experts(model, family),
         )

@@ -1,0 +1,133 @@
+"""What mixers with a recurrence have in common: see `models.parts.recurrence`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.layers import projected
+
+
+@runtime_checkable
+class LinearAttentionFn(Protocol):
+    """The callable of a layer: a `startrail_jax.LinearAttention`, or one with its methods."""
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, decay: Any, beta: Any, *, segment_ids: Any = None
+    ) -> Any:
+        """Outputs [B T heads value_dim]."""
+        ...
+
+    def causal_conv(self, x: Any, kernel: Any, *, segment_ids: Any = None) -> Any:
+        """x [B T channels], convolved."""
+        ...
+
+
+Heads = tuple[Array, Array, Array]
+"""Query and key [B T key_heads key_dim], and value [B T heads value_dim]."""
+CachedLinearFn = Callable[
+    [Array, Array, Callable[[Array], Heads], Array, Array],
+    tuple[Float[Array, "B T N V"], Array, Any],
+]
+"""(x, kernel, heads_of, decay, beta) -> (out, value, cache): x [B T channels] is convolved,
+`heads_of` splits it into query, key and value, and their linear attention is `out`."""
+
+
+class RecurrentMixer(nnx.Module):
+    """Projections and a short convolution in front of a recurrence."""
+
+    rule: str
+    """See `Recurrence.rule`."""
+    linear_attention: Callable[[str], LinearAttentionFn]
+    """`Hooks.linear_attention`."""
+    query: nnx.LinearGeneral
+    key: nnx.LinearGeneral
+    value: nnx.LinearGeneral
+    query_conv: nnx.Param
+    key_conv: nnx.Param
+    value_conv: nnx.Param
+    out_bias: nnx.Param | None = None
+    """A bias of what the layer adds to the stream; none."""
+
+    def inputs(self, x: Float[Array, "B T width"]) -> list[Float[Array, "B T _ _"]]:
+        """Query, key and value, before the convolution."""
+        return [projected(project(x)) for project in (self.query, self.key, self.value)]
+
+    def mix(
+        self,
+        inputs: Sequence[Float[Array, "B T _ _"]],
+        finish: Callable[[Array, Array, Array], Heads],
+        decay: Float32[Array, "B T heads"],
+        beta: Float32[Array, "B T heads"],
+        attend: CachedLinearFn,
+        biases: Sequence[Array] = (),
+    ) -> tuple[Array, Array, Any]:
+        """Convolves query, key and value, and runs the recurrence.
+
+        Args:
+            inputs: what `inputs` returns.
+            finish: turns what was convolved and activated into query, key and value.
+            decay, beta: as `startrail_jax.LinearAttention` takes them.
+            attend: the function that keeps a cache.
+            biases: of the convolutions, [heads, channels]; none by default.
+
+        Returns:
+            Output, value [B T heads value_dim], and the cache of `attend`.
+        """
+        kernels = [param[...] for param in (self.query_conv, self.key_conv, self.value_conv)]
+
+        def heads_of(mixed: Array) -> Heads:
+            ends = [math.prod(y.shape[2:]) for y in inputs]
+            if biases:
+                mixed = (in_float32(mixed) + _joined(biases)[None, None]).astype(mixed.dtype)
+            parts = jnp.split(jax.nn.silu(mixed), [ends[0], ends[0] + ends[1]], axis=-1)
+            shapes = ((*z.shape[:2], *y.shape[2:]) for z, y in zip(parts, inputs, strict=True))
+            return finish(*(z.reshape(shape) for z, shape in zip(parts, shapes, strict=True)))
+
+        return attend(_joined(inputs), _joined(kernels), heads_of, decay, beta)
+
+    def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedLinearFn:
+        """The model's linear attention, with None in the place of a cache."""
+        attention_fn = self.linear_attention(self.rule)
+
+        def attend(
+            x: Array, kernel: Array, heads_of: Callable[[Array], Heads], decay: Array, beta: Array
+        ) -> tuple[Array, Array, None]:
+            query, key, value = heads_of(
+                attention_fn.causal_conv(x, kernel, segment_ids=segment_ids)
+            )
+            out = attention_fn(query, key, value, decay, beta, segment_ids=segment_ids)
+            return out, value, None
+
+        return attend
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    """Arrays [..., heads, channels], beside each other in [..., channels]."""
+    return jnp.concatenate([y.reshape(*y.shape[:-2], -1) for y in arrays], -1)
+
+
+def in_float32(x: Array) -> Float32[Array, "..."]:
+    return x.astype(jnp.float32)
+
+
+def uniform(key: Array, shape: tuple[int, ...], low: float, high: float) -> Float32[Array, "..."]:
+    return jax.random.uniform(key, shape, jnp.float32, low, high)
+
+
+def conv_kernel(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    """The initial kernel of a convolution, [tokens, ...]."""
+    bound = shape[0] ** -0.5
+    return uniform(key, shape, -bound, bound)
+
+
+def step_bias(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    """What softplus turns into steps of 0.001 to 0.1."""
+    time = jnp.exp(uniform(key, shape, math.log(0.001), math.log(0.1)))
+    return time + jnp.log(-jnp.expm1(-time))
