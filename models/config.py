@@ -9,6 +9,7 @@ from typing import Any, Literal
 from models.checks import check_minimum, check_range
 from models.parts.experts import ExpertsConfig
 from models.parts.gated_delta import LinearConfig
+from models.parts.ssd import SSDConfig
 from models.weights import Norms
 from startrail_jax.errors import InputError
 
@@ -148,11 +149,13 @@ class GPTConfig:
     attention_gate: bool = False
     """Whether a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
     Qwen3.5."""
-    mixers: tuple[Literal["attention", "linear"], ...] = ("attention",)
+    mixers: tuple[Literal["attention", "linear", "ssd"], ...] = ("attention",)
     """What each layer mixes tokens with: the list repeats. `linear linear linear attention` is
     three layers of linear attention and one of attention, repeated, as in Qwen3.5."""
     linear: LinearConfig = field(default_factory=LinearConfig)
     """Layers of linear attention."""
+    ssd: SSDConfig = field(default_factory=SSDConfig)
+    """Layers of Mamba-2."""
     feed_forwards: tuple[Literal["mlp", "experts"], ...] = ("mlp",)
     """What follows attention in each layer: the list repeats. `mlp experts` is Llama 4, and
     `experts` a model with experts in all layers."""
@@ -224,6 +227,7 @@ class GPTConfig:
                 "Use --model.qk-norm, or leave it out."
             )
         self.linear.check(self)
+        self.ssd.check(self)
         self.experts.check(self)
         stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"
         if stretches_some and all(x is not None for x in self.attention_windows):
@@ -235,7 +239,7 @@ class GPTConfig:
 
     @property
     def layer_mixers(self) -> tuple[str, ...]:
-        """What each layer mixes tokens with: "attention" or "linear"."""
+        """What each layer mixes tokens with: "attention", or a mixer with a recurrence."""
         return _of_layers(self.mixers, self.layers)
 
     @property

@@ -13,7 +13,8 @@ from models.periods import ATTENTION, layer_of
 from startrail_jax.errors import InputError
 
 
-def _unchanged(x: Any) -> Any:
+def _unchanged(x: Any, parts: int = 1) -> Any:
+    del parts
     return x
 
 
@@ -50,9 +51,10 @@ class Hooks:
     reduce_from_tensor: Callable[[Array], Array] = _unchanged
     """Applied to the outputs of projections whose inputs are split over tensor-parallel devices: a
     sum over the devices (g of Megatron-LM)."""
-    mean_over_tensor: Callable[[Array], Array] = _unchanged
+    mean_over_tensor: Callable[..., Array] = _unchanged
     """Applied to a mean over the heads of one device, such as that of a norm over all heads: the
-    mean over the tensor-parallel devices, with its gradient."""
+    mean over the tensor-parallel devices, with its gradient. A second argument is a number of
+    parts, of neighbours each, within which the mean is taken."""
     sum_over_tokens: Callable[[Array], Array] = _unchanged
     """The sum over the devices that have different tokens of a batch. It has no gradient."""
     expert_axes: tuple[str, ...] = ()

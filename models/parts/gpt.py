@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from models.config import GPTConfig
-from models.parts import attention, experts, gated_delta, mlp
+from models.parts import attention, experts, gated_delta, mlp, ssd
 from models.parts.recurrence import Recurrence
 from models.weights import Norms, Weight, below, scale, stacked, weight
 
@@ -56,6 +56,12 @@ MIXERS = {
         weights=gated_delta.weights,
         norms=gated_delta.norms,
         recurrence=gated_delta.recurrence,
+    ),
+    "ssd": Mixer(
+        prefix="ssd_",
+        module="models.ssd:Mamba2",
+        weights=ssd.weights,
+        recurrence=ssd.recurrence,
     ),
 }
 """What a layer mixes tokens with, by its name in `GPTConfig.mixers`."""

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 EVERYTHING = dict(
     **dict(heads=8, kv_heads=2, layers=4, qkv_bias=True, out_bias=True, qk_norm=True, sinks=True),
     **dict(attention_gate=True, norms="both", mlp="gelu"),
-    mixers=("linear", "linear", "attention", "linear"),
+    mixers=("linear", "ssd", "attention", "ssd"),
     **dict(feed_forwards=("experts", "experts", "mlp"), qk_norm_over="heads", tied_head=True),
     experts=ExpertsConfig(biases=True, shared_width=24, shared_gate=True, balance_rate=0.1),
     linear=LinearConfig(heads=4, key_heads=2, value_dim=12, norms="after"),

@@ -278,9 +278,16 @@ class Partition:
         """`Hooks.sum_over_tokens`."""
         return lax.psum(lax.stop_gradient(x), self.replicas) if self.replicas else x
 
-    def mean_over_tensor(self, x: Array) -> Array:
-        """`Hooks.mean_over_tensor`: the mean over `tensor`."""
-        return lax.pmean(vary(x, *self.tensor), self.tensor) if self.tensor else x
+    def mean_over_tensor(self, x: Array, parts: int = 1) -> Array:
+        """`Hooks.mean_over_tensor`: the mean over `tensor`, or over each of so many parts of it."""
+        if not self.tensor:
+            return x
+        if parts == 1:
+            return lax.pmean(vary(x, *self.tensor), self.tensor)
+        own = lax.axis_index("tensor") * parts // self.mesh.shape["tensor"] == jnp.arange(parts)
+        # The sum of the devices of each part, at its own place.
+        means = lax.pmean(jnp.where(own, vary(x, *self.tensor)[..., None], 0), self.tensor)
+        return jnp.sum(jnp.where(own, means, 0), axis=-1) * parts
 
     def reduce(self, gradients: Any, splits: Any) -> Any:
         """The gradients of a step, summed over devices; at levels 2 and 3 they are already."""

@@ -1,0 +1,108 @@
+"""Mamba-2: its options, weights and recurrence. `models.ssd` computes it.
+
+What it keeps while it decodes and between the passes, and what it sends, is that of a recurrence:
+see `models.parts.recurrence`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from models.checks import changed, check_minimum, check_range
+from models.parts.recurrence import Recurrence
+from models.weights import Model, Weight, bias, projection, scale, weight
+from startrail_jax.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSDConfig:
+    """Layers of state-space duality: Mamba-2 (https://arxiv.org/abs/2405.21060)."""
+
+    heads: int | None = None
+    """Number of heads, each with a state of its own. The default is `model.heads`."""
+    head_dim: int | None = None
+    """Number of channels of a head. The default is `model.head_dim`."""
+    groups: int = 1
+    """Number of groups of heads, a divisor of `heads`: the heads of a group share what they write
+    by and read by (B and C), and are normalised together."""
+    state_dim: int = 128
+    """Number of channels of B and C, and rows of a state."""
+    conv: int = 4
+    """Number of tokens that the short convolution sees, the token itself included."""
+    conv_bias: bool = True
+    """Whether the convolution has a bias."""
+    least_step: float = 0.0
+    """Least step of a token, after the softplus: 0.001 in Nemotron-H."""
+    norm_eps: float | None = None
+    """Number that the norm of the outputs adds to the mean square. The default is
+    `model.norm_eps`."""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "groups", "state_dim", "conv"):
+            check_minimum(f"model.ssd.{name}", getattr(self, name), 1)
+        check_range("model.ssd.least_step", self.least_step, "at least 0 and finite")
+        check_range("model.ssd.norm_eps", self.norm_eps, "above 0 and below 1")
+
+    def check(self, model: Model) -> None:
+        """Raises unless the options fit those of a model."""
+        given = changed(self)
+        if given and "ssd" not in model.layer_mixers:
+            raise InputError(
+                f"model.ssd.{given[0]} needs layers of Mamba-2; got mixers={model.mixers}. Use "
+                "--model.mixers ssd ssd attention, or leave it out."
+            )
+        heads = self.of_model(model).heads
+        if heads % self.groups:
+            raise InputError(
+                "model.ssd.groups must divide model.ssd.heads; got "
+                f"groups={self.groups}, heads={heads}. Use groups={heads} or groups=1."
+            )
+
+    def of_model(self, model: Model) -> Any:
+        """The same with all sizes, whose defaults are those of a model."""
+        return replace(
+            self,
+            heads=self.heads or model.heads,
+            head_dim=self.head_dim or model.head_dim,
+            norm_eps=self.norm_eps or model.norm_eps,
+        )
+
+
+def weights(config: Model) -> dict[str, Weight]:
+    """The weights, in the order in which they are drawn. In the words of the paper, query, key and
+    value are C, B and x, the rate of decay is the logarithm of -A, and the skip is D."""
+    found = {
+        "query/kernel": projection("width | key_heads key_dim"),
+        "key/kernel": projection("width | key_heads key_dim"),
+        "value/kernel": projection("width | value_heads value_dim"),
+        "out_gate/kernel": projection("width | value_heads value_dim"),
+        "step/kernel": projection("width | value_heads"),
+        "out/kernel": projection("value_heads value_dim | width", "out"),
+        "query_conv": weight("conv key_heads key_dim", "conv"),
+        "key_conv": weight("conv key_heads key_dim", "conv"),
+        "value_conv": weight("conv value_heads value_dim", "conv"),
+        "decay_rate": weight("value_heads", "decay_rate", decays=False),
+        "step_bias": weight("value_heads", "step_bias", decays=False),
+        "skip": weight("value_heads", "ones", decays=False),
+        "out_scale": scale("value_heads value_dim", precise=True),
+    }
+    if config.ssd.conv_bias:
+        found["query_conv_bias"] = found["key_conv_bias"] = bias("key_heads key_dim", precise=True)
+        found["value_conv_bias"] = bias("value_heads value_dim", precise=True)
+    return found
+
+
+def recurrence(config: Model) -> Recurrence:
+    """Its recurrence: states decay, and tokens are added."""
+    sizes = config.ssd.of_model(config)
+    return Recurrence(
+        rule="ssd",
+        delta=False,
+        gates=1,
+        heads=sizes.heads,
+        key_heads=sizes.groups,
+        key_dim=sizes.state_dim,
+        value_dim=sizes.head_dim,
+        conv=sizes.conv,
+    )
