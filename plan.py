@@ -205,7 +205,7 @@ def find_run(
     Raises:
         InputError: if there is no such model, or a flag has no effect on a plan.
     """
-    from trainer.planner.config_json import find_model, is_file_model
+    from trainer.gpt.pretrained.plan_model import find_model, is_file_model
     from trainer.planner.quantities import parse_count
 
     flags = list(flags)
@@ -224,7 +224,7 @@ def find_run(
             f"{changes[0]} needs a recipe, or a model that --init-from takes; got {run!r}. Plan a "
             "recipe with such sizes."
         )
-    if not changes:  # The file alone is faster to read than what `transformers` makes of it.
+    if not changes:  # No file but the config.json is needed.
         config = _read([CARRIER, *flags])
         batch = config.batch_size
         sizes = replace(file.sizes, batch=batch, average=config.ema_decay is not None)

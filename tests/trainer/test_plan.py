@@ -1,6 +1,7 @@
 """`python plan.py`: from the question to flags that train.py takes."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -23,12 +25,20 @@ from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from train import read_command_line
 from trainer.config import LoraConfig
+from trainer.errors import MissingPackageError
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.families import FAMILIES
+from trainer.gpt.pretrained.plan_model import (
+    FURTHER,
+    IF_NORMALISED,
+    NORMALISED,
+    WITHOUT_GATE,
+    find_model,
+)
 from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.flops import PEAK_FLOPS
 from trainer.parallel.step_sizes import footprint
-from trainer.planner.config_json import _DENSE, PRETRAINED, find_model
+from trainer.planner.gpt import sizes_of_gpt
 from trainer.planner.hardware import GPUS
 from trainer.planner.search import Search
 from trainer.run.settings import save_config
@@ -248,24 +258,51 @@ SAYINGS = [
 ]
 
 
+# What the program refuses, and changes no size.
+REFUSED = {
+    "rope_type": {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
+    "residual_multiplier": {"residual_multiplier": 0.2},
+    "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
+    "architectures": {"architectures": ["SomeForCausalLM"]},
+}
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_windows_of_pretrained_models_are_those_of_the_program(kind, tmp_path):
-    """The planner may plan what the program refuses, and must not say anything else of the rest."""
+def test_a_pretrained_model_is_planned_as_the_program_reads_it(kind, tmp_path):
+    """A file that the program refuses is planned without a command, unless for its sizes."""
+    path, of_8 = tmp_path / "config.json", QWEN | {"num_hidden_layers": 8, "model_type": kind}
     compared = 0
     for more in SAYINGS:
-        values = {"num_hidden_layers": 8, "model_type": kind} | more
-        (tmp_path / "config.json").write_text(json.dumps(QWEN | values))
-        try:
+        path.write_text(json.dumps(of_8 | more))
+        told = None
+        with suppress(InputError, UnsupportedError):
             told = read_description(tmp_path).model
-        except (InputError, UnsupportedError):
+        if told is None:
             with suppress(InputError, UnsupportedError):
-                find_model(str(tmp_path))
+                assert find_model(str(tmp_path)).run == ()
             continue
-        model = sizes_of(tmp_path)
-        assert model.layer_windows == told.attention_windows, more
-        assert model.layer_mixers == told.layer_mixers, more
+        found = find_model(str(tmp_path))
+        assert found.sizes == sizes_of_gpt(told, name=str(path)), more
+        assert found.run == ("--init-from", str(tmp_path))
         compared += 1
     assert compared >= (1 if kind == "llama" else 3)
+    path.write_text(json.dumps(of_8))
+    model = sizes_of(tmp_path)
+    for key, more in REFUSED.items():
+        path.write_text(json.dumps(of_8 | more))
+        found = find_model(str(tmp_path))
+        assert found.run == ()
+        assert key in found.sizes.assumed
+        assert dataclasses.replace(found.sizes, assumed=None) == model
+
+
+def test_a_plan_says_why_the_program_does_not_take_a_file(tmp_path, capsys):
+    values = QWEN | {"model_type": "llama"} | REFUSED["rope_type"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert main(shlex.split(f"{tmp_path} {CLUSTER} {FEW} --seq-len 64K")) == 0
+    shown = capsys.readouterr().out
+    assert "train.py does not take this file, whose sizes alone are planned: rope_type" in shown
+    assert "train.py YOUR_RECIPE " in shown
 
 
 def test_adapters_of_a_run_and_of_a_flag_are_planned(capsys):
@@ -302,6 +339,13 @@ def test_hugging_face_configs_of_other_shapes(tmp_path):
     outer = {"tie_word_embeddings": True, "text_config": {"model_type": "qwen2_5_vl_text"} | UNTIED}
     path.write_text(json.dumps(outer))
     assert sizes_of(path).tied_head
+    # As published: the rest is as transformers has it.
+    few = {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10_240}
+    text = few | {"model_type": "gemma3_text", "sliding_window": 1024}
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    model = sizes_of(path)
+    assert (model.heads, model.kv_heads, model.head_dim, model.tied_head) == (8, 4, 256, True)
+    assert model.elements / 1e9 == pytest.approx(3.88, rel=1e-3)
     nulls |= {"num_experts": None, "moe_intermediate_size": None, "sliding_window": None}
     path.write_text(json.dumps(QWEN | {"model_type": "qwen3_moe"} | nulls))
     model = sizes_of(path)
@@ -389,7 +433,7 @@ def test_types_of_layers_that_are_not_counted_are_refused(tmp_path):
     for kind, more in (("llama", types), ("olmo3", types), ("qwen3_next", SLIDING * 36)):
         values = QWEN | {"model_type": kind, "layer_types": more}
         (tmp_path / "config.json").write_text(json.dumps(values))
-        with refused(InputError, "layer_types", more[0]):
+        with refused(UnsupportedError, "layer_types", more[0]):
             find_model(str(tmp_path))
 
 
@@ -434,16 +478,16 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
         assert (config.init_from, config.model.layers, config.lora.rank) == (tmp_path, 4, 8)
 
 
-def test_planner_knows_the_pretrained_models_of_the_program():
-    assert set(PRETRAINED) == set(FAMILIES)
-    for kind, values in {**PRETRAINED, **_DENSE}.items():
-        fields = dataclasses.fields(transformers.CONFIG_MAPPING[kind])
-        defaults = {field.name: field.default for field in fields}
-        usual = dict(head_dim=None, tie_word_embeddings=False, sliding_window=None)
-        if kind.startswith("qwen2_"):
-            usual.pop("sliding_window")  # Without use_sliding_window, no layer has one.
-        for key, value in usual.items():
-            assert values.get(key, value) == defaults.get(key, value), (kind, key)
+@pytest.mark.parametrize("kind", FURTHER)
+def test_what_no_config_json_says_is_as_in_transformers(kind):
+    reader = transformers.CONFIG_MAPPING[kind]
+    name = reader.__module__.rpartition(".configuration_")[2]
+    text = (Path(inspect.getfile(reader)).parent / f"modeling_{name}.py").read_text("utf-8")
+    assert ("gate_proj" not in text and "gate_up_proj" not in text) == (kind in WITHOUT_GATE)
+    norms = re.search(r"self\.(q_norm|q_layernorm|query_layernorm) = ", text)
+    key = next((key for key in IF_NORMALISED if f"config.{key}" in text), None)
+    assert (norms is not None and key is None) == (kind in NORMALISED)
+    assert key is None or hasattr(reader(), key)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +561,7 @@ def test_where_nothing_fits_the_least_memory_is_said(capsys):
                 ("gpt_7b", "--latency 1e400s", "with its unit; got '1e400s'"),
                 ("gpt_7b", "--peak-flops x", "--peak-flops must be a finite number of FLOP/s"),
                 ("gpt_7b", "--peak-flops 989", "FLOP/s above 0 with its unit; got '989'"),
-                ("{}/bad.json", "", "bad.json must hold JSON"),
+                ("{}/bad.json", "", "bad.json' must be JSON"),
                 ("{}/empty.json", "", "it has no 'hidden_size'"),
                 (
                     *("{}/experts.json", ""),
@@ -564,7 +608,8 @@ def test_mistakes_on_the_command_line(arguments, message, tmp_path, capsys):
     [
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"hidden_size": "4096"}, "'4096'"),
-        ({"num_key_value_heads": True}, "kv_heads"),
+        ({"num_key_value_heads": True}, "num_key_value_heads"),
+        ({"model_type": "llama", "num_key_value_heads": True}, "num_key_value_heads"),
         ({"text_config": "x"}, "'x'"),
     ],
 )
@@ -573,6 +618,14 @@ def test_files_with_wrong_sizes_are_refused(more, named, tmp_path):
     path.write_text(json.dumps(QWEN | more))
     with refused(InputError, named):
         find_model(str(path))
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite"])
+def test_a_file_needs_transformers(kind, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"model_type": kind}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with refused(MissingPackageError, "pip install -e '.[hf]'", str(tmp_path)):
+        find_model(str(tmp_path))
 
 
 def test_a_reader_that_leaves_ends_the_plan_quietly(monkeypatch, capfd):
@@ -609,7 +662,7 @@ def test_help_imports_no_numpy_and_a_plan_no_jax_and_takes_two_seconds():
         "    words = f'gpt_7b --nodes 2048 {cluster} --seq-len 4M'.split()\n"
         "    assert plan.main(words) == 0\n"
         "    times.append(time.process_time() - start)\n"
-        "assert 'jax' not in sys.modules and 'jaxtyping' not in sys.modules\n"
+        "assert not {'jax', 'jaxtyping', 'transformers'} & {*sys.modules}\n"
         "print('times', *times)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -26,8 +26,8 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import planning, tasks
 from trainer.config import OptimizerConfig
+from trainer.gpt.pretrained.plan_model import is_file_model
 from trainer.parallel.step_sizes import footprint, step_sizes
-from trainer.planner.config_json import is_file_model
 from trainer.planner.hardware import GPUS, Cluster
 from trainer.run.settings import save_config
 

@@ -288,7 +288,8 @@ class ModelSizes:
     average: bool = False
     """True if a moving average of the weights is kept."""
     assumed: str | None = None
-    """A sentence: the assumptions about a config.json of unknown architecture."""
+    """Sentences: what is assumed about a config.json of unknown architecture, or why train.py does
+    not take it."""
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in DIT}

@@ -142,10 +142,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
             f"The architecture must be one of {', '.join(FAMILIES)}; got {name!r} with "
             f"model_type={kind!r}, architectures={values.get('architectures')}. Use another model."
         )
-    from trainer.gpt.tokenizer import load_transformers  # Not above: `--help` must be fast.
-
-    family = FAMILIES[kind]
-    transformers = load_transformers(f"The {CONFIG} of a pretrained model", name)
+    family, transformers = FAMILIES[kind], _transformers(name)
     reader = transformers.CONFIG_MAPPING[kind]
     # A null says something only where the default is something else, as of a window.
     values = {
@@ -154,77 +151,106 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         if value is not None or getattr(reader, key, None) is not None
     }
     _check_keys(values, kind, {*transformers.GenerationConfig().to_dict(), *IDLE}, name)
-    _check_layer_types(values, kind, name)
+    check_layer_types(values, kind, name)
+    if kind == "llama":
+        _check_no_window(values, name)
     _check_ropes(values, family, name)
     known = {*READ, *family.keys}.difference(NAMES)
     given = {key: copy.deepcopy(value) for key, value in values.items() if key in known}
+    found = read_values(given, kind, name)
+    model, read = model_of(found, kind), found.values
+    if family.local_rope:
+        rope = _local_rope(found, values, model.layer_windows)
+    else:
+        may_lack = family.without_rope == "all"
+        rope = _read_rope(found, read["rope_parameters"], values, may_lack=may_lack)
+    if family.without_rope == "some":
+        skips = _skips(found)
+        bases = tuple("none" if skipped else rope.bases[0] for skipped in skips)
+        rope = replace(rope, bases=bases) if any(skips) else rope
+    if family.turns_some:
+        turning = ConfigValues(read["rope_parameters"], name)
+        share = turning.real("partial_rotary_factor", default=1.0)
+        rope = replace(rope, channels=int(model.head_dim * share))
+    scaled: dict[str, Any] = {}
+    if family.gemma:
+        scale_dim = read["query_pre_attn_scalar"]
+        scaled = {
+            "softcap": read["attn_logit_softcapping"],
+            "output_softcap": read["final_logit_softcapping"],
+            "scale_dim": None if scale_dim == model.head_dim else scale_dim,
+        }
+    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    model = replace(
+        model,
+        norm_eps=read["rms_norm_eps"],
+        rope=rope,
+        dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
+        **scaled,
+    )
+    simple = plain(model)
+    # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.
+    kept = replace(simple.rope, stretches=rope.stretches)
+    model = replace(simple, rope=kept)
+    return Description(family=kind, model=model, length=read["max_position_embeddings"])
+
+
+def _transformers(name: str) -> Any:
+    from trainer.gpt.tokenizer import load_transformers  # Not above: `--help` must be fast.
+
+    return load_transformers(f"The {CONFIG} of a pretrained model", name)
+
+
+def read_values(given: Mapping[str, Any], kind: str, name: str) -> ConfigValues:
+    """The values that transformers reads, with its defaults of this type of model."""
+    reader = _transformers(name).CONFIG_MAPPING[kind]
     try:
-        read: Any = reader(**given)
+        read: Any = reader(**given).get_text_config()
     except Exception as error:  # Whatever the values make it raise.
         raise InputError(
             f"{name!r} must be a config.json that transformers reads; got "
             f"{type(error).__name__}: {error}. Download the file again."
         ) from error
-    found = ConfigValues(vars(read), name)
-    layers, heads, width = read.num_hidden_layers, read.num_attention_heads, read.hidden_size
-    default = None if "head_dim" in given else width // heads
-    head_dim = found.number("head_dim", default=default)
+    values = dict(vars(read))
+    if values.get("head_dim") is None and "head_dim" not in given:
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    return ConfigValues(values, name)
+
+
+def model_of(found: ConfigValues, kind: str) -> GPTConfig:
+    """The model of a family: its weights, and what each layer attends to, without the rest."""
+    family, read = FAMILIES[kind], found.values
+    layers, heads, width = (
+        read[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    head_dim = found.number("head_dim")
     if kind == "olmoe" and heads * head_dim != width:  # Of which it takes the norm of a query.
         raise found.wrong("head_dim", f"{width} / {heads}", head_dim)
-    windows = _windows(found, kind)
-    length = read.max_position_embeddings
-    if family.local_rope:
-        rope = _local_rope(found, values, windows)
-    else:
-        may_lack = family.without_rope == "all"
-        rope = _read_rope(found, read.rope_parameters, values, may_lack=may_lack)
-    if family.without_rope == "some":
-        skips = _skips(found)
-        bases = tuple("none" if skipped else rope.bases[0] for skipped in skips)
-        rope = replace(rope, bases=bases) if any(skips) else rope
-    options = dict(family.options)
-    if family.turns_some:
-        share = ConfigValues(read.rope_parameters, name).real("partial_rotary_factor", default=1.0)
-        rope = replace(rope, channels=int(head_dim * share))
+    options, windows = dict(family.options), _windows(found, kind)
     if family.linear is not None:
         kinds = {FULL: "attention", LINEAR: "linear"}
         options["mixers"] = tuple(kinds[x] for x in _types_of(found))
         sizes: Any = {x: found.number(key) for key, x in OF_LINEAR.items()}
-        if not getattr(read, NEGATIVE, True):
+        if not read.get(NEGATIVE, True):
             sizes["largest_beta"] = 1.0
         options["linear"] = replace(family.linear, **sizes)
-    mlp_width: Any = getattr(read, "intermediate_size", None)
+    mlp_width: Any = read.get("intermediate_size")
     if family.experts is not None:
-        options |= _experts(ConfigValues({x: getattr(read, x, None) for x in family.keys}, name),
-                            family, layers)  # fmt: skip
+        of_family = {key: read.get(key) for key in family.keys}
+        options |= _experts(ConfigValues(of_family, found.name), family, layers)
         mlp_width = mlp_width or options["experts"].width
-    if family.gemma:
-        scale_dim = read.query_pre_attn_scalar
-        options |= {
-            "softcap": read.attn_logit_softcapping,
-            "output_softcap": read.final_logit_softcapping,
-            "scale_dim": None if scale_dim == head_dim else scale_dim,
-        }
-    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
-    model = GPTConfig(
-        vocab_size=read.vocab_size,
+    return GPTConfig(
+        vocab_size=read["vocab_size"],
         width=width,
         layers=layers,
         heads=heads,
-        kv_heads=read.num_key_value_heads,
+        kv_heads=read["num_key_value_heads"],
         head_dim=head_dim,
         mlp_width=mlp_width,
-        tied_head=read.tie_word_embeddings,
-        norm_eps=read.rms_norm_eps,
-        rope=rope,
-        dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
+        tied_head=read["tie_word_embeddings"],
         windows=pattern(windows),
         **options,
     )
-    simple = plain(model)
-    # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.
-    kept = replace(simple.rope, stretches=rope.stretches)
-    return Description(family=kind, model=replace(simple, rope=kept), length=length)
 
 
 def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -319,20 +345,23 @@ def _require(key: str, value: Any, supported: Sequence[Any], name: str) -> None:
         )
 
 
-def _check_layer_types(values: Mapping[str, Any], kind: str, name: str) -> None:
-    """Raises if layers are of a type that is not supported, or the family has no such types. The
-    layers of a Llama in transformers take no notice of windows, but its cache does, which then
-    forgets keys while it generates: unless `layer_types` says otherwise, `sliding_window` is that
-    of all."""
-    size, types = values.get("sliding_window"), values.get("layer_types")
-    second = SLIDING if FAMILIES[kind].linear is None else LINEAR
+def check_layer_types(values: Mapping[str, Any], kind: str, name: str) -> None:
+    """Raises if layers are of a type that is not supported, or the family has no such types."""
+    types, second = values.get("layer_types"), SLIDING if FAMILIES[kind].linear is None else LINEAR
     if types is not None and (
         not isinstance(types, list) or any(x not in (FULL, second) for x in types)
     ):
         raise UnsupportedError(
             f"layer_types must be {FULL} or {second} in {name!r}; got {types!r}. Use another model."
         )
-    if kind != "llama" or (types is None and size is None):
+
+
+def _check_no_window(values: Mapping[str, Any], name: str) -> None:
+    """Raises if a Llama has a window. Its layers in transformers take no notice of windows, but its
+    cache does, which then forgets keys while it generates: unless `layer_types` says otherwise,
+    `sliding_window` is that of all."""
+    size, types = values.get("sliding_window"), values.get("layer_types")
+    if types is None and size is None:
         return
     found = ConfigValues(values, name)
     if types is None:

@@ -1,0 +1,254 @@
+"""The model that a plan is made for, by a config.json of Hugging Face. Imports no jax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.config import GPTConfig
+from startrail_jax.errors import InputError, UnsupportedError
+from trainer.data.opening import read_object
+from trainer.gpt.pretrained.config_json import (
+    CONFIG,
+    WHOLE,
+    ConfigValues,
+    check_layer_types,
+    describe,
+    model_of,
+    read_values,
+)
+from trainer.gpt.pretrained.families import (
+    CHOICE,
+    COUNTS,
+    DENSE,
+    FAMILIES,
+    FULL,
+    MULTIMODAL,
+    OF_LINEAR,
+    OF_SHARED,
+    SLIDING,
+    pattern,
+    plain,
+)
+from trainer.planner.gpt import sizes_of_gpt
+from trainer.planner.models import ModelSizes
+
+TIES = "tie_word_embeddings"
+FURTHER = (
+    *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "glm4"),
+    *("gpt_neox", "granite", "helium", "hunyuan_v1_dense", "ministral", "ministral3", "nemotron"),
+    *("olmo", "persimmon", "phi", "phi3", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl"),
+    *("qwen2_5_vl_text", "qwen3_vl_text", "seed_oss", "stablelm", "starcoder2"),
+)
+"""Types of model beside `FAMILIES` whose layers are attention and an MLP."""
+WITHOUT_GATE = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
+"""Those of them whose MLP has two matrices, which no config.json says."""
+NORMALISED = ("apertus", "exaone4", "hunyuan_v1_dense", "qwen3_vl_text")
+"""Those of them that normalise the heads of queries and keys in all models."""
+IF_NORMALISED = ("qk_layernorm", "use_qk_norm")
+"""Keys by which others say that they do."""
+_NEEDED = ("hidden_size", "num_hidden_layers")
+_NEEDED_OF_UNKNOWN = (*_NEEDED, "num_attention_heads", "intermediate_size", "vocab_size")
+_NUMBERS = WHOLE[:7]
+_READ = {*_NUMBERS, TIES, "sliding_window", "use_sliding_window"}
+_SIZES = {
+    *(*_READ, *CHOICE, "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"),
+    *("full_attention_interval", *OF_LINEAR, *COUNTS, *OF_SHARED, *DENSE, *IF_NORMALISED),
+}
+"""Keys that change the weights of a model, or what its layers attend to."""
+_EXPERTS = (*COUNTS, "n_routed_experts")
+_SHOWN = 8
+"""Keys of a file that a message names."""
+_IDLE = re.compile(
+    r"^_|token|drop|eps|rope|rotary|position|init|act$|activation|dtype|bias|use_cache|loss|coef"
+    r"|version|architectures|auto_map|model_type|label|quant|scal|multiplier|softcap|output_"
+)
+"""Keys of a config.json that change neither the number of weights nor what layers attend to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileModel:
+    """The model of a config.json of Hugging Face."""
+
+    sizes: ModelSizes
+    run: tuple[str, ...]
+    """Words that name the model to `train.py`; none for a model that it does not take."""
+
+
+def is_file_model(name: str) -> bool:
+    """True for a config.json, or a folder with one, that is not the config of a run."""
+    path = _file_of(name)
+    is_file = path.suffix == ".json" and path.is_file()
+    return is_file and not isinstance(read_object(path).get("model"), dict)
+
+
+def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
+    """The model of a config.json of Hugging Face, or of its folder.
+
+    Args:
+        name: the path.
+        allow_unknown: whether a file of another architecture is taken for a decoder with attention
+            and a gated MLP in every layer.
+    """
+    path = _file_of(name)
+    file, name = read_object(path), str(path)
+    # Models of text and images have the decoder in a part of their own.
+    inner = file.get("text_config") or file
+    if not isinstance(inner, dict):
+        raise ConfigValues(file, name).wrong("text_config", "the settings of a model", inner)
+    of_images = MULTIMODAL.get(str(file.get("model_type")))
+    # Only the whole model says whether its embedding is tied.
+    outer = {TIES: file[TIES]} if TIES in file else {}
+    values = {**outer, **({"model_type": of_images} if of_images else {}), **inner}
+    kind = str(values.get("model_type"))
+    if kind not in FAMILIES:
+        names = {"architectures": file.get("architectures"), **values}
+        return FileModel(sizes=_of_others(names, kind, name, allow_unknown=allow_unknown), run=())
+    _check_experts(values, kind, name)
+    _check_needed(values, _NEEDED, name)
+    try:
+        model = describe(file if of_images else values, name).model
+    except (InputError, UnsupportedError) as error:
+        check_layer_types(values, kind, name)
+        model = plain(model_of(_read_sizes(values, kind, name), kind))
+        assumed = f"train.py does not take this file, whose sizes alone are planned: {error}"
+        return FileModel(sizes=sizes_of_gpt(model, name=name, assumed=assumed), run=())
+    run = ["--init-from", str(path.parent), *(["--init-text-only"] if of_images else [])]
+    is_taken = path.name == CONFIG and (of_images or inner is file)
+    return FileModel(sizes=sizes_of_gpt(model, name=name), run=tuple(run) if is_taken else ())
+
+
+def _file_of(name: str) -> Path:
+    path = Path(name)
+    return path / CONFIG if path.is_dir() else path
+
+
+def _of_others(
+    values: Mapping[str, Any], kind: str, name: str, *, allow_unknown: bool
+) -> ModelSizes:
+    """The sizes of a model of no family: in all layers, attention and an MLP."""
+    is_known, assumed = kind in FURTHER, None
+    if not is_known and not allow_unknown:
+        raise _unknown(values, name)
+    _check_experts(values, kind, name)
+    _check_needed(values, _NEEDED if is_known else _NEEDED_OF_UNKNOWN, name)
+    found = _read_sizes(values, kind, name)
+    read, number = found.values, found.number
+    layers, width = number("num_hidden_layers"), number("hidden_size")
+    heads = number("num_attention_heads")
+    settings: dict[str, Any] = {
+        "vocab_size": number("vocab_size"),
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": number("num_key_value_heads", default=heads),
+        "head_dim": number("head_dim", default=max(width // heads, 1)),
+        "mlp_width": number("intermediate_size"),
+        "mlp": "gelu" if kind in WITHOUT_GATE else "swiglu",
+        "tied_head": read.get(TIES, False),
+        "qk_norm": kind in NORMALISED or any(read.get(key) for key in IF_NORMALISED),
+        "windows": pattern(_windows(found, is_known=is_known)),
+    }
+    try:
+        model = GPTConfig(**settings)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+    if not is_known:
+        assumed = (
+            f"{_named(values)} is not known here: attention and a gated MLP are assumed in all "
+            f"{layers} layers, with {heads} heads of {model.head_dim} "
+            f"channels{_uncounted(values, ', and not counted are {}')}."
+        )
+    return sizes_of_gpt(model, name=name, assumed=assumed)
+
+
+def _read_sizes(values: Mapping[str, Any], kind: str, name: str) -> ConfigValues:
+    """The sizes of a model; those that the file leaves out are the defaults of transformers."""
+    # Null means the default, but for windows, where it means none, and for the heads of keys.
+    given = {
+        key: value
+        for key, value in values.items()
+        if key in _SIZES and (value is not None or key == "sliding_window")
+    }
+    if values.get("num_key_value_heads", 0) is None and "num_attention_heads" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    found = ConfigValues(given, name)
+    for key in _NUMBERS:
+        if given.get(key) is not None:
+            found.number(key)
+    if kind not in FAMILIES and kind not in FURTHER:
+        return found
+    read = read_values(given, kind, name).values
+    # Only the whole of a model of text and images has the key in transformers.
+    return ConfigValues({**read, TIES: given.get(TIES, read.get(TIES, False))}, name)
+
+
+def _windows(found: ConfigValues, *, is_known: bool) -> tuple[int | None, ...]:
+    """The sliding window of each layer, where the file is taken at its word; None without one."""
+    read, layers = found.values, found.values["num_hidden_layers"]
+    is_used, types = read.get("use_sliding_window"), read.get("layer_types")
+    if not isinstance(is_used, bool | None):
+        raise found.wrong("use_sliding_window", "true or false", is_used)
+    if read.get("sliding_window") is None or is_used is False:
+        return (None,) * layers
+    window = found.number("sliding_window")
+    if types is None:
+        period = found.number("sliding_window_pattern", default=layers + 1)
+        types = [FULL if (i + 1) % period == 0 else SLIDING for i in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        wanted = f"a list with an entry for each of {layers} layers"
+        raise found.wrong("layer_types", wanted, types)
+    for x in types:
+        if is_known and x not in (FULL, SLIDING):
+            raise found.wrong("layer_types", f"{FULL} or {SLIDING} for each layer", x)
+    return tuple(window if x == SLIDING else None for x in types)
+
+
+def _check_experts(values: Mapping[str, Any], kind: str, name: str) -> None:
+    """Raises if layers have experts that are not those of a family."""
+    of_experts = [x for x, family in FAMILIES.items() if family.experts is not None]
+    count = next((key for key in _EXPERTS if values.get(key)), None)
+    if count is not None and kind not in of_experts:
+        raise UnsupportedError(
+            f"{name}: experts are planned for models of {', '.join(of_experts)}; got "
+            f"model_type={kind} with {count}={values[count]}. Plan a recipe with such layers "
+            "instead."
+        )
+
+
+def _check_needed(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> None:
+    missing = [key for key in keys if values.get(key) is None]
+    if missing:
+        raise InputError(
+            f"{name}: the file must describe a transformer; it has no {missing[0]!r}. Plan "
+            "a recipe with its sizes instead: --model.width, --model.layers and so on."
+        )
+
+
+def _unknown(values: Mapping[str, Any], name: str) -> UnsupportedError:
+    """The error of an architecture whose layers may be others than those that are counted."""
+    return UnsupportedError(
+        f"{name}: the architecture must be one whose layers the planner can count: see "
+        f"docs/planner.md; got {_named(values)}{_uncounted(values, ', with {}')}. Plan a "
+        "recipe with its sizes (--model.width, --model.layers and so on), or use --allow-unknown, "
+        "which assumes attention and a gated MLP in every layer."
+    )
+
+
+def _named(values: Mapping[str, Any]) -> str:
+    """The architecture of a file."""
+    classes = values.get("architectures")
+    first = f"{classes[0]} " if isinstance(classes, list) and classes else ""
+    return f"{first}(model_type={values.get('model_type')!r})"
+
+
+def _uncounted(values: Mapping[str, Any], text: str) -> str:
+    """A text with the keys of a file that may change its layers in a way that is not counted."""
+    read, types = set(_READ), values.get("layer_types")
+    read |= {"layer_types"} if isinstance(types, list) and {*types} <= {FULL, SLIDING} else set()
+    keys = [x for x, value in values.items() if value and x not in read and not _IDLE.search(x)]
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return text.format(f"{', '.join(keys[:_SHOWN])}{more}") if keys else ""
