@@ -15,11 +15,13 @@ import train
 from programs import make_program, options, shared_programs
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.config import LoraConfig
+from trainer.data.opening import read_object
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config, peft_tensors
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.defaults import pretrained as config_of
+from trainer.gpt.pretrained.families import MULTIMODAL
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.parallel.partition import path_name
@@ -46,9 +48,9 @@ def make_config(folder, **changes):
     config = config_of(folder)
     model = dataclasses.replace(config.model, dtype="float32")
     data = dataclasses.replace(config.data, mask_documents=False)
-    return dataclasses.replace(
-        config, model=model, data=data, batch_size=2, seq_len=32, zero=0, remat="none", **changes
-    )
+    has_images = read_object(folder / "config.json").get("model_type") in MULTIMODAL
+    options = dict(batch_size=2, seq_len=32, zero=0, remat="none", init_text_only=has_images)
+    return dataclasses.replace(config, model=model, data=data, **options | changes)
 
 
 @contextmanager

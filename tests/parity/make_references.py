@@ -1,7 +1,7 @@
 """Tiny random models of the library transformers, and what PyTorch computes with them.
 
 pip install -e '.[parity]'
-python tests/parity/make_references.py            # writes tests/parity/references, 0.7 MB
+python tests/parity/make_references.py            # writes tests/parity/references, 2 MB
 python tests/parity/make_references.py --check    # compares with models that it makes anew
 """
 
@@ -181,7 +181,29 @@ CASES = {
         dict(num_experts=4, num_experts_per_tok=3, intermediate_size=12, head_dim=4),
         "float32",
     ),
+    # A model of images and text, of which all is computed for text.
+    "qwen3_vl": (
+        "Qwen3VL",
+        dict(
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=100.0,
+                mrope_section=[2, 1, 1],
+                mrope_interleaved=True,
+            ),
+            tie_word_embeddings=True,
+        ),
+        "bfloat16",
+    ),
 }
+# What the models of images and text have for images.
+OF_IMAGES = {
+    "Qwen3VL": dict(
+        depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=16,
+        deepstack_visual_indexes=[0], patch_size=2, num_position_embeddings=4,
+    ),
+}  # fmt: skip
+OF_TEXT, OTHERS = "model.language_model.", ("model.visual.",)
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 CONFIGS |= {x: f"{x}TextConfig" for x in ("Qwen3_5", "Qwen3_5Moe")}
 
@@ -189,13 +211,17 @@ CONFIGS |= {x: f"{x}TextConfig" for x in ("Qwen3_5", "Qwen3_5Moe")}
 def make_model(name, seed):
     """A model of a case, with random biases and norms too, in float32 with values of its type."""
     family, options, dtype = CASES[name]
-    name = CONFIGS.get(family, f"{family}Config")
+    name, values = CONFIGS.get(family, f"{family}Config"), SIZES | options
+    if family in OF_IMAGES:
+        tied = values.pop("tie_word_embeddings", False)
+        values = dict(text_config=values, vision_config=OF_IMAGES[family], tie_word_embeddings=tied)
     # Other kernels leave out soft caps.
-    config = getattr(transformers, name)(**SIZES | options, attn_implementation="eager")
+    config = getattr(transformers, name)(**values, attn_implementation="eager")
     torch.manual_seed(seed)
     # Gemma and Qwen3.5 multiply by 1 + the scale of a norm.
     centre = 0 if family.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else 1
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    of_what = "ForConditionalGeneration" if family in OF_IMAGES else "ForCausalLM"
+    model = getattr(transformers, f"{family}{of_what}")(config).eval()
     with torch.no_grad():
         for path, weight in model.named_parameters():
             noise = torch.randn_like(weight)
@@ -224,7 +250,8 @@ def compute(model, seed):
     ids = torch.tensor(tokens)
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
-    gradients = {name: x.grad.numpy().astype("f4") for name, x in model.named_parameters()}
+    weights = of_text(dict(model.named_parameters()))
+    gradients = {name: x.grad.numpy().astype("f4") for name, x in weights.items()}
     if model.config.model_type == "olmo_hybrid":
         gradients = as_in_files(gradients, model.config)
     if model.config.model_type != "gpt_oss":
@@ -235,6 +262,15 @@ def compute(model, seed):
         "logits": out.logits[:, :-1].detach().numpy().astype("f4"),
         "loss": np.float32(out.loss.item()),
         **{f"gradient {name}": x for name, x in gradients.items()},
+    }
+
+
+def of_text(arrays):
+    """The arrays of a text model, under the names that it has alone."""
+    return {
+        name.replace(OF_TEXT, "model."): x
+        for name, x in arrays.items()
+        if not name.startswith(OTHERS)
     }
 
 
@@ -330,9 +366,9 @@ def check(cases):
                 worst[scheme] = pretrained.compare(found, reference)
             out = Path(scratch, "out")
             pretrained.import_and_export(folder, Path(scratch, "run"), out)
-            kind = type(model)
+            before = of_text(load(type(model), folder, getattr(torch, dtype)).state_dict())
+            kind = transformers.AutoModelForCausalLM  # Of images and text, the text model is left.
             again = load(kind, out, getattr(torch, dtype)).state_dict()
-            before = load(kind, folder, getattr(torch, dtype)).state_dict()
             assert before.keys() == again.keys()
             assert all(torch.equal(x, again[path]) for path, x in before.items()), name
             logits = load(kind, out, torch.float32).eval()(

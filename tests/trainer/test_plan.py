@@ -27,7 +27,7 @@ from train import read_command_line
 from trainer.config import LoraConfig
 from trainer.errors import MissingPackageError
 from trainer.gpt.pretrained.config_json import read_description
-from trainer.gpt.pretrained.families import FAMILIES
+from trainer.gpt.pretrained.families import FAMILIES, MULTIMODAL
 from trainer.gpt.pretrained.plan_model import (
     FURTHER,
     IF_NORMALISED,
@@ -294,6 +294,21 @@ def test_a_pretrained_model_is_planned_as_the_program_reads_it(kind, tmp_path):
         assert found.run == ()
         assert key in found.sizes.assumed
         assert dataclasses.replace(found.sizes, assumed=None) == model
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_text_models_of_images_and_text_are_planned_as_the_program_reads_them(kind, tmp_path):
+    path, text = tmp_path / "config.json", UNTIED | {"num_hidden_layers": 8}
+    path.write_text(json.dumps({"model_type": kind, "text_config": text}))
+    found = find_model(str(tmp_path))
+    assert found.sizes == sizes_of_gpt(read_description(tmp_path).model, name=str(path))
+    assert found.run == ("--init-from", str(tmp_path), "--init-text-only")
+    more = REFUSED["residual_multiplier"]
+    path.write_text(json.dumps({"model_type": kind, "text_config": text | more}))
+    again = find_model(str(tmp_path))
+    assert again.run == ()
+    assert "residual_multiplier" in again.sizes.assumed
+    assert dataclasses.replace(again.sizes, assumed=None) == found.sizes
 
 
 def test_a_plan_says_why_the_program_does_not_take_a_file(tmp_path, capsys):

@@ -1172,7 +1172,7 @@ def folder_of_images(folder, *, tied=True):
 
 def test_text_model_is_taken_of_one_of_images(tmp_path, capsys):
     folder = folder_of_images(tmp_path / "images")
-    config = make_config(folder)
+    config = make_config(folder, init_text_only=False)
     shapes = make_program(config, st.Degrees()).state_shapes.weights
     with (
         refused(InputError, "--init-text-only", "1 tensors for images"),
@@ -1200,6 +1200,27 @@ def test_text_model_is_taken_of_one_of_images(tmp_path, capsys):
         read_description(folder_of_images(tmp_path / "untied", tied=False))
     with refused(InputError, "init_text_only needs a pretrained model"):
         dataclasses.replace(plain, init_from=None, init_text_only=True)
+
+
+def test_a_text_config_of_another_type_has_its_own_defaults():
+    text = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 32}
+    given = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": text}
+    read = describe(given, "config.json")
+    assert (read.family, read.length, read.model.tied_head) == ("qwen3", 128_000, True)
+    assert (read.model.mlp_width, read.model.rope.bases) == (22_016, (500_000.0,))
+    # As published.
+    turns = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+    text |= {"model_type": "qwen3_vl_text", "rope_theta": 5e6, "rope_scaling": turns}
+    assert describe(given, "config.json").model.rope.bases == (5e6,)
+    for more, words in (
+        ({"model_type": "qwen3"}, "an object with model_type qwen3_vl_text"),
+        ({"residual_multiplier": 2}, "residual_multiplier=2"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+    ):
+        with pytest.raises((InputError, UnsupportedError), match=words):
+            describe(given | {"text_config": text | more}, "config.json")
+    with refused(UnsupportedError, "quantization_config must be None"):
+        describe(given | {"quantization_config": {"quant_method": "fp8"}}, "config.json")
 
 
 def test_hybrids_that_are_no_family_are_not_exported():

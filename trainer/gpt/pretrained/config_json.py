@@ -28,6 +28,7 @@ from trainer.gpt.pretrained.families import (
     NEGATIVE,
     NORMALISED_SHARES,
     OF_LINEAR,
+    PARTS,
     SLIDING,
     Family,
     paper_factor,
@@ -86,6 +87,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 # How the channels are shared by time, height and width, which are one number for text.
 ROPE_KEYS_OF_IMAGES = {"mrope_section", "mrope_interleaved"}
+ROPE = "rope_parameters"
 ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", OUTER_LENGTH, "low_freq_factor"),
     *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale"),
@@ -156,7 +158,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         _check_no_window(values, name)
     _check_ropes(values, family, name)
     known = {*READ, *family.keys}.difference(NAMES)
-    given = {key: copy.deepcopy(value) for key, value in values.items() if key in known}
+    given = {key: value for key, value in values.items() if key in known}
     found = read_values(given, kind, name)
     model, read = model_of(found, kind), found.values
     if family.local_rope:
@@ -205,7 +207,7 @@ def read_values(given: Mapping[str, Any], kind: str, name: str) -> ConfigValues:
     """The values that transformers reads, with its defaults of this type of model."""
     reader = _transformers(name).CONFIG_MAPPING[kind]
     try:
-        read: Any = reader(**given).get_text_config()
+        read: Any = reader(**copy.deepcopy(dict(given))).get_text_config()
     except Exception as error:  # Whatever the values make it raise.
         raise InputError(
             f"{name!r} must be a config.json that transformers reads; got "
@@ -263,19 +265,31 @@ def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if kind is None:
         return values
     inner = values.get("text_config")
-    if not isinstance(inner, dict) or inner.get("model_type", kind) != kind:
-        wanted = f"an object with model_type {kind}"
+    part: Any = PARTS.get(values["model_type"], kind)
+    if not isinstance(inner, dict) or inner.get("model_type", part) != part:
+        wanted = f"an object with model_type {part}"
         raise ConfigValues(values, name).wrong("text_config", wanted, inner)
     ties = "tie_word_embeddings"
     if inner.get(ties, values.get(ties)) != values.get(ties, inner.get(ties)):
         raise ConfigValues(values, name).wrong(ties, "that of text_config", values[ties])
-    outer = {key: values[key] for key in ("dtype", "torch_dtype", ties) if key in values}
+    outer = ("dtype", "torch_dtype", ties, "quantization_config")
+    outer = {key: values[key] for key in outer if key in values}
     return {
         **outer,
-        **inner,
+        **(inner if part == kind else _of_family(inner, part, kind, name)),
         "model_type": kind,
         "architectures": [FAMILIES[kind].architecture],
     }
+
+
+def _of_family(inner: Mapping[str, Any], part: str, kind: str, name: str) -> dict[str, Any]:
+    """A `text_config` of another type, which has other defaults, as values of a family."""
+    known = {*READ, *FAMILIES[kind].keys}.difference(NAMES)
+    read = read_values({key: inner[key] for key in inner.keys() & known}, part, name).values
+    ropes = ("rope_scaling", "rope_theta")
+    rope = {key: x for key, x in read[ROPE].items() if key not in ROPE_KEYS_OF_IMAGES}
+    read = {key: read[key] for key in known.difference(ropes) & read.keys()}
+    return {**{key: x for key, x in inner.items() if key not in ropes}, **read, ROPE: rope}
 
 
 class ConfigValues:

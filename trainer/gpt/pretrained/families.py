@@ -29,8 +29,14 @@ CAPPED = ("softcap", "output_softcap", "scale_dim")
 FULL, SLIDING = "full_attention", "sliding_attention"
 LINEAR = "linear_attention"
 """Types of layers in transformers: without a window, with one, and of linear attention."""
-MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""`model_type` of models of images and text -> that of their text models."""
+MULTIMODAL = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3",
+}
+"""`model_type` of models of images and text -> the family of their text models."""
+PARTS = {"qwen3_vl": "qwen3_vl_text"}
+"""`model_type` of models of images and text -> that of their `text_config`, if it is no family."""
 SILU = {"hidden_act": ("silu", "swish")}
 OF_GEMMA = {"hidden_activation": (GELU,), "use_bidirectional_attention": (None, False)}
 

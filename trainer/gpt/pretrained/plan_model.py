@@ -29,6 +29,7 @@ from trainer.gpt.pretrained.families import (
     MULTIMODAL,
     OF_LINEAR,
     OF_SHARED,
+    PARTS,
     SLIDING,
     pattern,
     plain,
@@ -99,26 +100,33 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
     inner = file.get("text_config") or file
     if not isinstance(inner, dict):
         raise ConfigValues(file, name).wrong("text_config", "the settings of a model", inner)
-    of_images = MULTIMODAL.get(str(file.get("model_type")))
+    whole = str(file.get("model_type"))
+    of_images = MULTIMODAL.get(whole)
     # Only the whole model says whether its embedding is tied.
     outer = {TIES: file[TIES]} if TIES in file else {}
-    values = {**outer, **({"model_type": of_images} if of_images else {}), **inner}
-    kind = str(values.get("model_type"))
-    if kind not in FAMILIES:
-        names = {"architectures": file.get("architectures"), **values}
-        return FileModel(sizes=_of_others(names, kind, name, allow_unknown=allow_unknown), run=())
-    _check_experts(values, kind, name)
-    _check_needed(values, _NEEDED, name)
-    try:
-        model = describe(file if of_images else values, name).model
-    except (InputError, UnsupportedError) as error:
+    part = {"model_type": PARTS.get(whole, of_images)} if of_images else {}
+    values: dict[str, Any] = {**outer, **part, **inner}
+    kind, refused = str(values.get("model_type")), None
+    if of_images or kind in FAMILIES:
+        _check_experts(values, kind, name)
+        _check_needed(values, _NEEDED, name)
+        try:
+            model = describe(file if of_images else values, name).model
+        except (InputError, UnsupportedError) as error:
+            refused = f"train.py does not take this file, whose sizes alone are planned: {error}"
+        else:
+            run = ["--init-from", str(path.parent), *(["--init-text-only"] if of_images else [])]
+            is_taken = path.name == CONFIG and (of_images or inner is file)
+            sizes = sizes_of_gpt(model, name=name)
+            return FileModel(sizes=sizes, run=tuple(run) if is_taken else ())
+    if kind in FAMILIES:
         check_layer_types(values, kind, name)
         model = plain(model_of(_read_sizes(values, kind, name), kind))
-        assumed = f"train.py does not take this file, whose sizes alone are planned: {error}"
-        return FileModel(sizes=sizes_of_gpt(model, name=name, assumed=assumed), run=())
-    run = ["--init-from", str(path.parent), *(["--init-text-only"] if of_images else [])]
-    is_taken = path.name == CONFIG and (of_images or inner is file)
-    return FileModel(sizes=sizes_of_gpt(model, name=name), run=tuple(run) if is_taken else ())
+        return FileModel(sizes=sizes_of_gpt(model, name=name, assumed=refused), run=())
+    values = {"architectures": file.get("architectures"), **values}
+    if kind not in FURTHER and not allow_unknown:
+        raise _unknown(values, name)
+    return FileModel(sizes=_of_others(values, kind, name, refused), run=())
 
 
 def _file_of(name: str) -> Path:
@@ -126,13 +134,9 @@ def _file_of(name: str) -> Path:
     return path / CONFIG if path.is_dir() else path
 
 
-def _of_others(
-    values: Mapping[str, Any], kind: str, name: str, *, allow_unknown: bool
-) -> ModelSizes:
+def _of_others(values: Mapping[str, Any], kind: str, name: str, assumed: str | None) -> ModelSizes:
     """The sizes of a model of no family: in all layers, attention and an MLP."""
-    is_known, assumed = kind in FURTHER, None
-    if not is_known and not allow_unknown:
-        raise _unknown(values, name)
+    is_known = kind in FURTHER
     _check_experts(values, kind, name)
     _check_needed(values, _NEEDED if is_known else _NEEDED_OF_UNKNOWN, name)
     found = _read_sizes(values, kind, name)
