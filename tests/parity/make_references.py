@@ -181,7 +181,7 @@ CASES = {
         dict(num_experts=4, num_experts_per_tok=3, intermediate_size=12, head_dim=4),
         "float32",
     ),
-    # A model of images and text, of which all is computed for text.
+    # Models of images and text, of which all is computed for text.
     "qwen3_vl": (
         "Qwen3VL",
         dict(
@@ -195,15 +195,35 @@ CASES = {
         ),
         "bfloat16",
     ),
+    "gemma3_images": (
+        "Gemma3",
+        SMALLER
+        | dict(
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=6,
+            rope_parameters=ROPE_GEMMA3,
+            tie_word_embeddings=True,
+        ),
+        "bfloat16",
+    ),
 }
+TOWER = dict(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8,
+    patch_size=2,
+)  # fmt: skip
 # What the models of images and text have for images.
 OF_IMAGES = {
-    "Qwen3VL": dict(
-        depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=16,
-        deepstack_visual_indexes=[0], patch_size=2, num_position_embeddings=4,
+    "qwen3_vl": dict(
+        vision_config=dict(
+            depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=16,
+            deepstack_visual_indexes=[0], patch_size=2, num_position_embeddings=4,
+        ),
     ),
+    "gemma3_images": dict(vision_config=TOWER, mm_tokens_per_image=4),
 }  # fmt: skip
-OF_TEXT, OTHERS = "model.language_model.", ("model.visual.",)
+OF_TEXT = "model.language_model."
+OTHERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 CONFIGS |= {x: f"{x}TextConfig" for x in ("Qwen3_5", "Qwen3_5Moe")}
 
@@ -211,17 +231,17 @@ CONFIGS |= {x: f"{x}TextConfig" for x in ("Qwen3_5", "Qwen3_5Moe")}
 def make_model(name, seed):
     """A model of a case, with random biases and norms too, in float32 with values of its type."""
     family, options, dtype = CASES[name]
-    name, values = CONFIGS.get(family, f"{family}Config"), SIZES | options
-    if family in OF_IMAGES:
+    of_what, kind, values = "CausalLM", CONFIGS.get(family, f"{family}Config"), SIZES | options
+    if name in OF_IMAGES:
+        of_what, kind = "ConditionalGeneration", f"{family}Config"
         tied = values.pop("tie_word_embeddings", False)
-        values = dict(text_config=values, vision_config=OF_IMAGES[family], tie_word_embeddings=tied)
+        values = dict(text_config=values, tie_word_embeddings=tied) | OF_IMAGES[name]
     # Other kernels leave out soft caps.
-    config = getattr(transformers, name)(**values, attn_implementation="eager")
+    config = getattr(transformers, kind)(**values, attn_implementation="eager")
     torch.manual_seed(seed)
     # Gemma and Qwen3.5 multiply by 1 + the scale of a norm.
     centre = 0 if family.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else 1
-    of_what = "ForConditionalGeneration" if family in OF_IMAGES else "ForCausalLM"
-    model = getattr(transformers, f"{family}{of_what}")(config).eval()
+    model = getattr(transformers, f"{family}For{of_what}")(config).eval()
     with torch.no_grad():
         for path, weight in model.named_parameters():
             noise = torch.randn_like(weight)

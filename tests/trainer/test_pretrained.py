@@ -1202,6 +1202,19 @@ def test_text_model_is_taken_of_one_of_images(tmp_path, capsys):
         dataclasses.replace(plain, init_from=None, init_text_only=True)
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_images"])
+def test_models_of_images_need_a_flag(name):
+    config = make_config(REFERENCES / name, init_text_only=False)
+    shapes = make_program(config, st.Degrees()).state_shapes.weights
+    names = [*load_file(REFERENCES / name / "model.safetensors")]
+    images = sum(x.startswith(("model.visual.", "vision_tower.", "multi_modal_")) for x in names)
+    with (
+        refused(InputError, "--init-text-only", f"{images} tensors for images"),
+        open_pretrained(config, shapes),
+    ):
+        pass
+
+
 def test_a_text_config_of_another_type_has_its_own_defaults():
     text = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 32}
     given = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": text}

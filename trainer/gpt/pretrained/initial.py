@@ -85,7 +85,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         if described.family == "olmo_hybrid":
             tensors = as_published(tensors, wanted)
         tensors = with_experts(tensors, wanted)
-        images = tensors.left_out.get(IMAGES, 0)
+        images = sum(tensors.left_out.get(part, 0) for part in IMAGES)
         if images and not config.init_text_only:
             raise InputError(
                 "A model must be of text alone, or --init-text-only must say that its text model "

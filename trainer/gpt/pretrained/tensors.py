@@ -205,12 +205,17 @@ def places(
         yield path, found
 
 
-PREFIX_OF_TEXT = "model.language_model."
-"""What the names of the tensors of a text model begin with, beside those of a model of images."""
-IMAGES = "model.visual."
-OTHER_PARTS = (IMAGES, "mtp.")
-"""What the names of tensors begin with that are no part of the text model: those for images, and
-those that predict more than one token."""
+PREFIXES_OF_TEXT = {"model.language_model.": "model.", "language_model.": ""}
+"""What the names of the tensors of a text model begin with, beside those of a model of images, and
+with what in a folder of the text model alone. Some have the head inside, and others outside."""
+IMAGES = (
+    *("model.visual.", "vision_tower.", "multi_modal_projector."),
+    *("model.vision_tower.", "model.multi_modal_projector."),
+)
+"""What the names of tensors for images begin with."""
+OTHER_PARTS = (*IMAGES, "mtp.")
+"""The same of all tensors that are no part of the text model: those for images, and those that
+predict more than one token."""
 
 
 def part_of(name: str) -> str | None:
@@ -220,5 +225,7 @@ def part_of(name: str) -> str | None:
 
 def name_of_text(name: str) -> str:
     """The name of a tensor of a text model, as in a folder of the text model alone."""
-    rest = name.removeprefix(PREFIX_OF_TEXT)
-    return name if rest == name else f"model.{rest}"
+    for prefix, alone in PREFIXES_OF_TEXT.items():
+        if name.startswith(prefix):
+            return alone + name.removeprefix(prefix)
+    return name
