@@ -207,6 +207,7 @@ CASES = {
         ),
         "bfloat16",
     ),
+    "mistral3": ("Mistral3", dict(model_type="mistral", sliding_window=5), "float32"),
 }
 TOWER = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8,
@@ -221,6 +222,7 @@ OF_IMAGES = {
         ),
     ),
     "gemma3_images": dict(vision_config=TOWER, mm_tokens_per_image=4),
+    "mistral3": dict(vision_config=TOWER | dict(model_type="pixtral", head_dim=8)),
 }  # fmt: skip
 OF_TEXT = "model.language_model."
 OTHERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")

@@ -1202,7 +1202,7 @@ def test_text_model_is_taken_of_one_of_images(tmp_path, capsys):
         dataclasses.replace(plain, init_from=None, init_text_only=True)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_images"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_images", "mistral3"])
 def test_models_of_images_need_a_flag(name):
     config = make_config(REFERENCES / name, init_text_only=False)
     shapes = make_program(config, st.Degrees()).state_shapes.weights
@@ -1232,6 +1232,11 @@ def test_a_text_config_of_another_type_has_its_own_defaults():
     ):
         with pytest.raises((InputError, UnsupportedError), match=words):
             describe(given | {"text_config": text | more}, "config.json")
+    other = {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}
+    with refused(
+        InputError, "text_config must be an object with model_type mistral ", "ministral3"
+    ):
+        describe(other, "config.json")
     with refused(UnsupportedError, "quantization_config must be None"):
         describe(given | {"quantization_config": {"quant_method": "fp8"}}, "config.json")
 

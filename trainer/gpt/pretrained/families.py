@@ -34,6 +34,7 @@ MULTIMODAL = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
     "gemma3": "gemma3_text",
+    "mistral3": "mistral",
 }
 """`model_type` of models of images and text -> the family of their text models."""
 PARTS = {"qwen3_vl": "qwen3_vl_text"}
