@@ -157,18 +157,18 @@ def give_weights(
         rngs: source of the initial weights.
     """
     for path, weight in weights.items():
-        name, _, kind = path.rpartition("/")
+        name, _, leaf = path.rpartition("/")
         shape = weight.shape(sizes)
         if not name:
             key = None if weight.init in ("zeros", "ones") else rngs.params()
-            setattr(module, kind, nnx.Param(inits[weight.init](key, shape)))
-        elif kind == "kernel":
+            setattr(module, leaf, nnx.Param(inits[weight.init](key, shape)))
+        elif leaf == "kernel":
             cut, gain = len(weight.inputs) or 1, out_gain if weight.init == "out" else 1.0
             base = linear(shape[:cut], shape[cut:], gain=gain, dtype=dtype, rngs=rngs)
             setattr(module, name, base)
         else:
             assert make_norm is not None, "a layer with norms says how they are made"
-            over_heads = kind == "heads_scale"
+            over_heads = leaf == "heads_scale"
             norm = make_norm.over_heads(*shape) if over_heads else make_norm(*shape, rngs=rngs)
             setattr(module, name, norm)
 

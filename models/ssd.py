@@ -89,8 +89,8 @@ class Mamba2(RecurrentMixer):
     def _normalised(self, x: Float32[Array, "B T heads V"]) -> Float32[Array, "B T heads V"]:
         """RMSNorm of the heads of each group together. Devices along `tensor` may share a group."""
         heads, groups = self.config.heads, self.config.groups
-        own = x.shape[2] // min(x.shape[2], heads // groups)
-        grouped = x.reshape(*x.shape[:2], own, -1)
+        count = x.shape[2] // min(x.shape[2], heads // groups)
+        grouped = x.reshape(*x.shape[:2], count, -1)
         mean_square = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
         if x.shape[2] < heads // groups:
             mean_square = self.mean(mean_square, groups)

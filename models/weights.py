@@ -110,8 +110,8 @@ def weight(
     text: str, init: str = "normal", *, precise: bool = False, decays: bool = True
 ) -> Weight:
     """A weight of these dimensions."""
-    *stacks, rest = text.split(":")
-    *inputs, outputs = rest.split("|")
+    *stacks, matrix = text.split(":")
+    *inputs, outputs = matrix.split("|")
     stacks, inputs = (tuple(" ".join(x).split()) for x in (stacks, inputs))
     return Weight(stacks, inputs, tuple(outputs.split()), init, False, precise, decays)
 
@@ -164,9 +164,9 @@ def find(weights: Mapping[str, Weight], path: str) -> Weight | None:
     if adapter:
         names[-1] = "kernel"
     for first in range(len(names)):
-        known = weights.get("/".join(names[first:]))
-        if known is not None:
-            return known.adapter(adapter) if adapter else known
+        declared = weights.get("/".join(names[first:]))
+        if declared is not None:
+            return declared.adapter(adapter) if adapter else declared
     return None
 
 

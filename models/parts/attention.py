@@ -14,25 +14,25 @@ from models.weights import Model, Weight, bias, projection, scale
 
 def weights(config: Model) -> dict[str, Weight]:
     """The weights, in the order in which they are drawn."""
-    found = {
+    declared = {
         "query/kernel": projection("width | heads query_dim"),
         "key/kernel": projection("width | kv_heads head_dim"),
         "value/kernel": projection("width | kv_heads head_dim"),
         "out/kernel": projection("heads head_dim | width", "out"),
     }
     if config.qkv_bias:
-        found["query_bias"] = bias("heads query_dim")
-        found["key_bias"] = found["value_bias"] = bias("kv_heads head_dim")
+        declared["query_bias"] = bias("heads query_dim")
+        declared["key_bias"] = declared["value_bias"] = bias("kv_heads head_dim")
     if config.qk_norm and config.qk_norm_over == "head":
-        found["query_norm/scale"] = found["key_norm/scale"] = scale("head_dim")
+        declared["query_norm/scale"] = declared["key_norm/scale"] = scale("head_dim")
     elif config.qk_norm:
-        found["query_norm/heads_scale"] = scale("heads head_dim", precise=True)
-        found["key_norm/heads_scale"] = scale("kv_heads head_dim", precise=True)
+        declared["query_norm/heads_scale"] = scale("heads head_dim", precise=True)
+        declared["key_norm/heads_scale"] = scale("kv_heads head_dim", precise=True)
     if config.sinks:
-        found["sinks"] = bias("heads")
+        declared["sinks"] = bias("heads")
     if config.out_bias:
-        found["out_bias"] = bias("width")
-    return found
+        declared["out_bias"] = bias("width")
+    return declared
 
 
 def sizes(config: Model) -> dict[str, int]:

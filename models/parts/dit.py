@@ -48,7 +48,7 @@ def wan_weights(*, image: bool, text_norm: bool) -> dict[str, Weight]:
     layer |= below("text_norm", _affine("width")) if text_norm else {}
     layer |= below("mlp", mlp.weights_of("mlp", gated=False, biased=True))
     layer |= {"mlp_bias": bias("width"), "modulation_table": _table("layer_modulations")}
-    found = {
+    declared = {
         "patches/kernel": weight("frames rows columns in_channels | width"),
         "patches_bias": bias("width"),
         **{f"{x}/kernel": weight(f"{y} width") for x, y in _OF_ROWS.items()},
@@ -69,8 +69,8 @@ def wan_weights(*, image: bool, text_norm: bool) -> dict[str, Weight]:
             **below("norm_in", _affine("image_dim")),
             **below("norm_out", _affine("width")),
         }
-        found |= below("image", tokens)
-    return found
+        declared |= below("image", tokens)
+    return declared
 
 
 _NORM_OVER_HEADS = {"heads_scale": scale("heads head_dim", precise=True)}

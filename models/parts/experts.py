@@ -75,10 +75,10 @@ class ExpertsConfig:
 
     def check(self, model: Model) -> None:
         """Raises unless the options fit those of a model."""
-        given = changed(self)
-        if given and "experts" not in model.layer_feed_forwards:
+        settings = changed(self)
+        if settings and "experts" not in model.layer_feed_forwards:
             raise InputError(
-                f"model.experts.{given[0]} needs layers of experts; got "
+                f"model.experts.{settings[0]} needs layers of experts; got "
                 f"feed_forwards={model.feed_forwards}. Use --model.feed-forwards experts, or leave "
                 "it out."
             )
@@ -95,25 +95,25 @@ def weights(config: Model) -> dict[str, Weight]:
 
 def weights_of(experts: ExpertsConfig) -> dict[str, Weight]:
     """Those of a layer alone."""
-    found = {
+    declared = {
         "router": weight("width | experts", precise=True),
         "expert_gate/kernel": projection("experts: width | expert_mlp"),
         "expert_up/kernel": projection("experts: width | expert_mlp"),
         "expert_down/kernel": projection("experts: expert_mlp | width", "out"),
     }
     if experts.balance_rate:
-        found["choice_bias"] = bias("experts")
+        declared["choice_bias"] = bias("experts")
     if experts.biases:
-        found["router_bias"] = bias("experts")
-        found["expert_gate_bias"] = bias("experts: expert_mlp", precise=True)
-        found["expert_up_bias"] = bias("experts: expert_mlp", precise=True)
+        declared["router_bias"] = bias("experts")
+        declared["expert_gate_bias"] = bias("experts: expert_mlp", precise=True)
+        declared["expert_up_bias"] = bias("experts: expert_mlp", precise=True)
         # Added where the outputs of a token's experts are summed, on the device of the token.
-        found["expert_down_bias"] = bias("experts width", precise=True)
+        declared["expert_down_bias"] = bias("experts width", precise=True)
     if experts.shared_width:
-        found |= below("shared", mlp.weights_of("shared_mlp", gated=True))
+        declared |= below("shared", mlp.weights_of("shared_mlp", gated=True))
     if experts.shared_gate:
-        found["shared_gate/kernel"] = weight("width one")
-    return found
+        declared["shared_gate/kernel"] = weight("width one")
+    return declared
 
 
 def sizes(config: Model) -> dict[str, int]:

@@ -50,10 +50,10 @@ class LinearConfig:
 
     def check(self, model: Model) -> None:
         """Raises unless the options fit those of a model."""
-        given = changed(self)
-        if given and "linear" not in model.layer_mixers:
+        settings = changed(self)
+        if settings and "linear" not in model.layer_mixers:
             raise InputError(
-                f"model.linear.{given[0]} needs layers of linear attention; got "
+                f"model.linear.{settings[0]} needs layers of linear attention; got "
                 f"mixers={model.mixers}. Use --model.mixers linear linear linear attention, or "
                 "leave it out."
             )
@@ -102,8 +102,8 @@ def recurrence(config: Model) -> Recurrence:
     """Its recurrence, the delta rule: it reads a state, corrects it and reads it again."""
     sizes = config.linear.of_model(config)
     names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
-    given = {name: getattr(sizes, name) for name in names}
-    return Recurrence(rule="gated_delta", delta=True, gates=2, **given)
+    heads = {name: getattr(sizes, name) for name in names}
+    return Recurrence(rule="gated_delta", delta=True, gates=2, **heads)
 
 
 def norms(config: Model) -> Norms:

@@ -91,24 +91,24 @@ def recurrences_of(config: GPTConfig) -> dict[str, Recurrence]:
 
 def gpt_weights(config: GPTConfig) -> dict[str, Weight]:
     """All weights of a GPT, by path."""
-    found = {"embedding/embedding": weight("vocab width", "embedding")}
+    declared = {"embedding/embedding": weight("vocab width", "embedding")}
     for stack, (mixer, feed_forward) in stack_pairs(config).items():
         layer = below("attention", MIXERS[mixer].weights(config))
         layer |= below("mlp", FEED_FORWARDS[feed_forward].weights(config))
         norms = MIXERS[mixer].norms(config)
         names = [f"{x}_norm" for x in ("attention", "mlp") if norms != "after"]
         names += [f"{x}_out_norm" for x in ("attention", "mlp") if norms != "before"]
-        found |= stacked(stack, layer | {f"{name}/scale": scale("width") for name in names})
-    found["norm/scale"] = scale("width")
+        declared |= stacked(stack, layer | {f"{name}/scale": scale("width") for name in names})
+    declared["norm/scale"] = scale("width")
     if not config.tied_head:
-        found["head/kernel"] = weight("width | vocab")
-    return found
+        declared["head/kernel"] = weight("width | vocab")
+    return declared
 
 
 def gpt_dims(config: GPTConfig) -> dict[str, int]:
     """The sizes of the dimensions of all weights, but for the number of layers of each stack, and
     for recurrences, which have their own."""
-    found = {"width": config.width, "vocab": config.vocab_size}
+    sizes = {"width": config.width, "vocab": config.vocab_size}
     for mixer, feed_forward in stack_pairs(config).values():
-        found |= MIXERS[mixer].sizes(config) | FEED_FORWARDS[feed_forward].sizes(config)
-    return found
+        sizes |= MIXERS[mixer].sizes(config) | FEED_FORWARDS[feed_forward].sizes(config)
+    return sizes

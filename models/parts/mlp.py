@@ -16,11 +16,11 @@ def weights(config: Model) -> dict[str, Weight]:
 
 def weights_of(hidden: str, *, gated: bool, biased: bool = False) -> dict[str, Weight]:
     """Those of an MLP whose hidden channels have this name."""
-    found = {"gate/kernel": projection(f"width | {hidden}")} if gated else {}
-    found["up/kernel"] = projection(f"width | {hidden}")
+    declared = {"gate/kernel": projection(f"width | {hidden}")} if gated else {}
+    declared["up/kernel"] = projection(f"width | {hidden}")
     if biased:
-        found["up_bias"] = bias(hidden)
-    return found | {"down/kernel": projection(f"{hidden} | width", "out")}
+        declared["up_bias"] = bias(hidden)
+    return declared | {"down/kernel": projection(f"{hidden} | width", "out")}
 
 
 def sizes(config: Model) -> dict[str, int]:

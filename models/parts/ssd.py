@@ -46,10 +46,10 @@ class SSDConfig:
 
     def check(self, model: Model) -> None:
         """Raises unless the options fit those of a model."""
-        given = changed(self)
-        if given and "ssd" not in model.layer_mixers:
+        settings = changed(self)
+        if settings and "ssd" not in model.layer_mixers:
             raise InputError(
-                f"model.ssd.{given[0]} needs layers of Mamba-2; got mixers={model.mixers}. Use "
+                f"model.ssd.{settings[0]} needs layers of Mamba-2; got mixers={model.mixers}. Use "
                 "--model.mixers ssd ssd attention, or leave it out."
             )
         heads = self.of_model(model).heads
@@ -72,7 +72,7 @@ class SSDConfig:
 def weights(config: Model) -> dict[str, Weight]:
     """The weights, in the order in which they are drawn. In the words of the paper, query, key and
     value are C, B and x, the rate of decay is the logarithm of -A, and the skip is D."""
-    found = {
+    declared = {
         "query/kernel": projection("width | key_heads key_dim"),
         "key/kernel": projection("width | key_heads key_dim"),
         "value/kernel": projection("width | value_heads value_dim"),
@@ -88,9 +88,10 @@ def weights(config: Model) -> dict[str, Weight]:
         "out_scale": scale("value_heads value_dim", precise=True),
     }
     if config.ssd.conv_bias:
-        found["query_conv_bias"] = found["key_conv_bias"] = bias("key_heads key_dim", precise=True)
-        found["value_conv_bias"] = bias("value_heads value_dim", precise=True)
-    return found
+        for name in ("query", "key", "value"):
+            heads = "value_heads value_dim" if name == "value" else "key_heads key_dim"
+            declared[f"{name}_conv_bias"] = bias(heads, precise=True)
+    return declared
 
 
 def recurrence(config: Model) -> Recurrence:

@@ -133,10 +133,10 @@ class Partition:
             name = path_name(path)
             declared = find(self.declared, name)
             if declared is None or len(declared.dims) != x.ndim:
-                known = "nothing" if declared is None else f"dimensions {' '.join(declared.dims)}"
+                dims = "nothing" if declared is None else f"dimensions {' '.join(declared.dims)}"
                 raise InputError(
                     "Objective.weights must name the dimensions of every weight; got "
-                    f"{known} for {name}, of shape {x.shape}. Declare it as models.weights says."
+                    f"{dims} for {name}, of shape {x.shape}. Declare it as models.weights says."
                 )
 
     def splits(self, state: Any) -> Any:
@@ -284,10 +284,10 @@ class Partition:
             return x
         if parts == 1:
             return lax.pmean(vary(x, *self.tensor), self.tensor)
-        own = lax.axis_index("tensor") * parts // self.mesh.shape["tensor"] == jnp.arange(parts)
+        is_of = lax.axis_index("tensor") * parts // self.mesh.shape["tensor"] == jnp.arange(parts)
         # The sum of the devices of each part, at its own place.
-        means = lax.pmean(jnp.where(own, vary(x, *self.tensor)[..., None], 0), self.tensor)
-        return jnp.sum(jnp.where(own, means, 0), axis=-1) * parts
+        means = lax.pmean(jnp.where(is_of, vary(x, *self.tensor)[..., None], 0), self.tensor)
+        return jnp.sum(jnp.where(is_of, means, 0), axis=-1) * parts
 
     def reduce(self, gradients: Any, splits: Any) -> Any:
         """The gradients of a step, summed over devices; at levels 2 and 3 they are already."""

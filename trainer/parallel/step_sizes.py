@@ -158,10 +158,10 @@ def _check_sizes(objective: Objective, weights: Any) -> None:
         dims = objective.weights[path_name(path)].dims
         sizes = {**objective.sizes.sizes_at(path_name(path)), LAYERS: x.shape[0]}
         if tuple(sizes.get(name) for name in dims) != x.shape:
-            given = ", ".join(f"{name}={sizes.get(name)}" for name in dims if name != LAYERS)
+            shown = ", ".join(f"{name}={sizes.get(name)}" for name in dims if name != LAYERS)
             raise InputError(
                 "Objective.sizes must have the sizes of the dimensions of all weights; got "
-                f"{given} for {path_name(path)}, of shape {x.shape}. Correct them."
+                f"{shown} for {path_name(path)}, of shape {x.shape}. Correct them."
             )
 
 

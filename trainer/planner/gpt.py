@@ -12,14 +12,14 @@ from trainer.planner.models import ModelSizes
 
 
 def sizes_of_gpt(
-    model: GPTConfig, *, windows: Sequence[int | None] | None = None, **others: Any
+    model: GPTConfig, *, windows: Sequence[int | None] | None = None, **fields: Any
 ) -> ModelSizes:
     """The sizes of a GPT.
 
     Args:
         model: its config.
         windows: the window of each layer; None for those of the config.
-        others: fields of `ModelSizes` that do not follow from the config.
+        fields: those of `ModelSizes` that do not follow from the config.
     """
     has_experts = "experts" in model.layer_feed_forwards
     return ModelSizes(
@@ -33,5 +33,5 @@ def sizes_of_gpt(
         outputs=model.vocab_size,
         tied_head=model.tied_head,
         windows=shortest(model.layer_windows if windows is None else windows),
-        **others,
+        **fields,
     )

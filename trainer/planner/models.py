@@ -129,8 +129,9 @@ class LayerKind:
     @cached_property
     def active(self) -> int:
         """Weights of the matrices that each token is multiplied with."""
-        found = self.sum_of(lambda path, x: bool(x.inputs) and not x.of_text and self.of_token(x))
-        return int(found)
+        return int(
+            self.sum_of(lambda path, x: bool(x.inputs) and not x.of_text and self.of_token(x))
+        )
 
     @cached_property
     def mlp(self) -> int:
@@ -155,8 +156,8 @@ class LayerKind:
     @cached_property
     def of_one_matrix(self) -> int:
         """Weights of one matrix of the experts of a token."""
-        found = self.sum_of(lambda path, x: x.of_experts and x.projects and self.of_token(x))
-        return int(found) // _OF_EXPERT
+        matrices = self.sum_of(lambda path, x: x.of_experts and x.projects and self.of_token(x))
+        return int(matrices) // _OF_EXPERT
 
     @property
     def padded(self) -> int:
@@ -292,11 +293,11 @@ class ModelSizes:
     not take it."""
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in DIT}
-        if self.kind in ("dit", "wan") and given != DIT | {"kind": self.kind}:
+        settings = {name: getattr(self, name) for name in DIT}
+        if self.kind in ("dit", "wan") and settings != DIT | {"kind": self.kind}:
             raise InputError(
                 "A diffusion transformer has modulated layers, takes values and is not causal; got "
-                f"{given} for model {self.name!r}. Use ModelSizes(**DIT, ...)."
+                f"{settings} for model {self.name!r}. Use ModelSizes(**DIT, ...)."
             )
         if self.lora_rank and self.kind == "dit":
             raise InputError(
@@ -446,12 +447,12 @@ class ModelSizes:
 
         def share(counted: Callable[[str, Weight], Any]) -> float:
             """The frozen share of weights of which `counted` says how much of them counts."""
-            frozen = whole = Fraction(0)
+            frozen = total = Fraction(0)
             for path, x in self.weights.items():
                 amount = x.elements(self.sizes_at(path)) * Fraction(counted(path, x))
-                whole += amount
+                total += amount
                 frozen += amount * (path in names)
-            return float(frozen / max(whole, 1))
+            return float(frozen / max(total, 1))
 
         def active(kind: LayerKind) -> Callable[[str, Weight], Any]:
             return lambda path, x: kind.has(path) and x.projects and kind.of_token(x)
