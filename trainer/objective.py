@@ -44,13 +44,14 @@ class Objective(ABC):
     @property
     @abstractmethod
     def sizes(self) -> ModelSizes:
-        """The sizes by which `--plan` predicts the time and the memory of a step."""
+        """The weights of the model with the names and the sizes of their dimensions, by which
+        `--plan` also predicts the time and the memory of a step."""
 
     @property
-    @abstractmethod
     def weights(self) -> Mapping[str, Weight]:
         """All weights of the model, by path, without adapters: see `models.weights`. Tensor
         parallelism, adapters, Muon and weight decay go by the names of their dimensions."""
+        return self.sizes.weights
 
     @abstractmethod
     def make_model(

@@ -58,6 +58,15 @@ class Letters(nnx.Module):
         return lax.scan(lambda x, weights: (layer(weights, x), None), x, weights)[0]
 
 
+def weights():
+    heads = projection("width | heads head_dim")
+    layer = {f"{name}/kernel": heads for name in ("query", "key", "value")}
+    layer["out/kernel"] = projection("heads head_dim | width")
+    layer |= below("mlp", mlp.weights_of("mlp", gated=False))
+    outside = {"embedding": weight("outputs width"), "head/kernel": weight("width | outputs")}
+    return stacked("blocks", layer) | outside
+
+
 class MissingLetter(Objective):
     causal = False
     head = "head"
@@ -74,21 +83,12 @@ class MissingLetter(Objective):
             name="letters",
             kind="letters",
             causal=False,
-            weights=self.weights,
+            weights=weights(),
             sizes={"outputs": outputs} | {x: getattr(model, y) for x, y in names.items()},
             layers=model.layers,
             outputs=outputs,
             itemsize=4,
         )
-
-    @property
-    def weights(self):
-        heads = projection("width | heads head_dim")
-        layer = {f"{name}/kernel": heads for name in ("query", "key", "value")}
-        layer["out/kernel"] = projection("heads head_dim | width")
-        layer |= below("mlp", mlp.weights_of("mlp", gated=False))
-        outside = {"embedding": weight("outputs width"), "head/kernel": weight("width | outputs")}
-        return stacked("blocks", layer) | outside
 
     def make_model(self, attention_fn, hooks, rngs):
         return Letters(self._config, attention_fn, hooks, rngs)

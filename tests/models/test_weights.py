@@ -111,9 +111,9 @@ def test_weights_that_are_not_declared_are_refused(monkeypatch):
         )
         with refused(InputError, told):
             partition.check_declared(arrays)
-    monkeypatch.setattr(
-        objective, "weights", declared | {"norm/scale": weight("heads", decays=False)}
-    )
+    changed = declared | {"norm/scale": weight("heads", decays=False)}
+    sizes = dataclasses.replace(objective(config).sizes, weights=changed)
+    monkeypatch.setattr(objective, "sizes", sizes)
     with refused(InputError, "for norm/scale, of shape"):
         step_sizes(config, objective(config), st.Degrees())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.dit import DiT
 from models.hooks import Hooks
-from models.parts.dit import dit_weights
-from models.weights import Weight
 from startrail_jax.tokens.layout import Layout
 from trainer.data.order import NO_EXAMPLE
 from trainer.dit.batches import Grid, ImageBatch, tokens_of
@@ -119,10 +117,6 @@ class Denoising(Denoiser):
 
     def make_model(self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs) -> DiT:
         return DiT(**vars(self._config.model), attention_fn=attention_fn, hooks=hooks, rngs=rngs)
-
-    @functools.cached_property
-    def weights(self) -> Mapping[str, Weight]:
-        return dit_weights()
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:

@@ -26,7 +26,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
     def sizes(self, config: DiTTrainConfig) -> Any:
         from trainer.dit.sizes import sizes_of
 
-        return super().sizes(config) if config.frozen else sizes_of(config)
+        return sizes_of(config)
 
     def inputs(self, config: DiTTrainConfig) -> list[tuple[str, Path | None]]:
         return [("data.path", config.data.path)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from models.config import GPTConfig
 from models.gpt import GPT
 from models.hooks import Hooks
 from models.parts.gpt import gpt_weights
-from models.weights import Weight
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
 from trainer.gpt.batches import TokenBatch
@@ -48,10 +47,6 @@ class NextToken(Objective):
         config = self._config
         windows = (None,) if config.model.has_one_window else config.layer_windows
         return make_gpt(config.model, config.lora, attention_fn, hooks, rngs, windows=windows)
-
-    @functools.cached_property
-    def weights(self) -> Mapping[str, Weight]:
-        return gpt_weights(self._config.model)
 
     def batch_shapes(self, layout: Layout) -> TokenBatch:
         shape = (self._config.batch_size, layout.padded_length(self._config.seq_len))

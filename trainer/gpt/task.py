@@ -70,7 +70,7 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
     def sizes(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.sizes import sizes_of
 
-        return super().sizes(config) if config.frozen else sizes_of(config)
+        return sizes_of(config)
 
     def inputs(self, config: GPTTrainConfig) -> list[tuple[str, Path | None]]:
         # A run has a copy of some tokenizers.

@@ -135,7 +135,7 @@ class Partition:
             if declared is None or len(declared.dims) != x.ndim:
                 dims = "nothing" if declared is None else f"dimensions {' '.join(declared.dims)}"
                 raise InputError(
-                    "Objective.weights must name the dimensions of every weight; got "
+                    "Objective.sizes must name the dimensions of every weight; got "
                     f"{dims} for {name}, of shape {x.shape}. Declare it as models.weights says."
                 )
 

@@ -154,9 +154,10 @@ def step_sizes(config: TrainConfig, objective: Objective, degrees: Degrees) -> S
 
 def _check_sizes(objective: Objective, weights: Any) -> None:
     """Raises unless the sizes of dimensions are those of the arrays."""
+    declared = objective.sizes
     for path, x in jax.tree_util.tree_leaves_with_path(split_adapters(weights)[1]):
-        dims = objective.weights[path_name(path)].dims
-        sizes = {**objective.sizes.sizes_at(path_name(path)), LAYERS: x.shape[0]}
+        dims = declared.weights[path_name(path)].dims
+        sizes = {**declared.sizes_at(path_name(path)), LAYERS: x.shape[0]}
         if tuple(sizes.get(name) for name in dims) != x.shape:
             shown = ", ".join(f"{name}={sizes.get(name)}" for name in dims if name != LAYERS)
             raise InputError(

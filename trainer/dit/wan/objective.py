@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +14,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.hooks import Hooks
 from models.wan import Wan
-from models.weights import Weight
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import OfRows
 from trainer.dit.batches import Grid, tokens_of
 from trainer.dit.diffusion import draw_times
 from trainer.dit.objective import Denoiser
 from trainer.dit.wan.batches import ClipBatch, Texts
-from trainer.dit.wan.sizes import sizes_of, weights_of
+from trainer.dit.wan.sizes import sizes_of
 from trainer.objective import add_lora
 from trainer.planner.models import IMAGE_TOKENS, ModelSizes
 
@@ -88,10 +87,6 @@ class VideoFlow(Denoiser):
         )
         add_lora(wan, self.weights, config.lora, model.dtype, rngs)
         return wan
-
-    @functools.cached_property
-    def weights(self) -> Mapping[str, Weight]:
-        return weights_of(self._config.model)
 
     def batch_shapes(self, layout: Layout) -> ClipBatch:
         config, model = self._config, self._config.model

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from models.parts.dit import wan_weights
-from models.weights import Weight
 from trainer.dit.sizes import sizes_of_patches
-from trainer.dit.wan.config import WanConfig, WanTrainConfig
+from trainer.dit.wan.config import WanTrainConfig
 from trainer.planner.models import IMAGE_TOKENS, ModelSizes
-
-
-def weights_of(model: WanConfig) -> dict[str, Weight]:
-    """The weights of a model."""
-    return wan_weights(image=model.image_dim is not None, text_norm=model.text_norm)
 
 
 def sizes_of(config: WanTrainConfig) -> ModelSizes:
@@ -23,7 +17,7 @@ def sizes_of(config: WanTrainConfig) -> ModelSizes:
     return sizes_of_patches(
         config,
         kind="wan",
-        weights=weights_of(model),
+        weights=wan_weights(image=model.image_dim is not None, text_norm=model.text_norm),
         own=own,
         text_tokens=model.text_tokens,
         image_tokens=IMAGE_TOKENS if model.image_dim else 0,

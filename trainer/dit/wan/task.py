@@ -78,7 +78,7 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
     def sizes(self, config: WanTrainConfig) -> Any:
         from trainer.dit.wan.sizes import sizes_of
 
-        return super().sizes(config) if config.frozen else sizes_of(config)
+        return sizes_of(config)
 
     def inputs(self, config: WanTrainConfig) -> list[tuple[str, Path | None]]:
         return [("data.path", config.data.path)]
