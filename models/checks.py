@@ -35,6 +35,19 @@ def check_range(
         raise InputError(f"{name} must be {rule}; got {field}={value}. {way_out}")
 
 
-def changed(config: Any) -> list[str]:
-    """The settings of a dataclass that are not their defaults."""
-    return [name for name, value in vars(config).items() if value != getattr(type(config), name)]
+def check_used(part: str, config: Any, *, used: bool, needs: str, got: str, flags: str) -> None:
+    """Raises if options of layers are set that a model has not.
+
+    Args:
+        part: name of the options, such as "linear".
+        config: the options, a dataclass.
+        used: whether the model has such layers.
+        needs: what the options need.
+        got: what the model has.
+        flags: what gives a model such layers.
+    """
+    changed = [name for name, x in vars(config).items() if x != getattr(type(config), name)]
+    if changed and not used:
+        raise InputError(
+            f"model.{part}.{changed[0]} needs {needs}; got {got}. Use {flags}, or leave it out."
+        )

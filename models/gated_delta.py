@@ -17,15 +17,13 @@ from jaxtyping import Array, Float, Float32
 
 from models.config import GPTConfig
 from models.hooks import Hooks
-from models.layers import MakeNorm, give_weights, projected
+from models.layers import MakeNorm, projected
 from models.parts import gated_delta
 from models.recurrent import (
     CachedLinearFn,
     Heads,
     RecurrentMixer,
-    conv_kernel,
     in_float32,
-    step_bias,
     uniform,
 )
 
@@ -52,20 +50,10 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> None:
         """Takes the config of the model; `attention_fn` is for other layers."""
         del attention_fn
-        self.config, self.dtype = config.linear.of_model(config), jnp.dtype(config.dtype)
-        self.linear_attention = hooks.linear_attention
-        recurrence = gated_delta.recurrence(config)
-        self.rule, sizes = recurrence.rule, recurrence.sizes | {"width": config.width}
-        give_weights(
-            self,
-            gated_delta.weights(config),
-            sizes,
-            dtype=config.dtype,
-            out_gain=out_gain,
-            make_norm=MakeNorm(self.config.norm_eps),
-            inits={"conv": conv_kernel, "decay_rate": _decay_rate, "decay_bias": step_bias},
-            rngs=rngs,
-        )
+        self.config = config.linear.of_model(config)
+        make_norm, inits = MakeNorm(self.config.norm_eps), {"decay_rate": _decay_rate}
+        options: dict[str, Any] = dict(make_norm=make_norm, out_gain=out_gain, rngs=rngs)
+        self.build(config, gated_delta, inits, hooks=hooks, **options)
 
     def __call__(
         self, x: Float[Array, "B T width"], rotation: Any, window: Any, attend: CachedLinearFn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.layers import projected
+from models.config import GPTConfig
+from models.hooks import Hooks
+from models.layers import INITS, give_weights, projected
 
 
 @runtime_checkable
@@ -54,6 +56,35 @@ class RecurrentMixer(nnx.Module):
     value_conv: nnx.Param
     out_bias: nnx.Param | None = None
     """A bias of what the layer adds to the stream; none."""
+
+    def build(
+        self,
+        config: GPTConfig,
+        declared: Any,
+        inits: Mapping[str, Callable[..., Array]],
+        *,
+        hooks: Hooks,
+        **options: Any,
+    ) -> None:
+        """Builds a layer.
+
+        Args:
+            config: of the model.
+            declared: the file of `models.parts` that declares the layer.
+            inits: initial values of its own, by `Weight.init`.
+            hooks: how the model runs.
+            options: others of `give_weights`.
+        """
+        self.dtype, recurrence = jnp.dtype(config.dtype), declared.recurrence(config)
+        self.rule, self.linear_attention = recurrence.rule, hooks.linear_attention
+        give_weights(
+            self,
+            declared.weights(config),
+            recurrence.sizes | {"width": config.width},
+            dtype=config.dtype,
+            inits={**INITS, "conv": _conv_kernel, "step_bias": _step_bias, **inits},
+            **options,
+        )
 
     def inputs(self, x: Float[Array, "B T width"]) -> list[Float[Array, "B T _ _"]]:
         """Query, key and value, before the convolution."""
@@ -121,13 +152,13 @@ def uniform(key: Array, shape: tuple[int, ...], low: float, high: float) -> Floa
     return jax.random.uniform(key, shape, jnp.float32, low, high)
 
 
-def conv_kernel(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+def _conv_kernel(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     """The initial kernel of a convolution, [tokens, ...]."""
     bound = shape[0] ** -0.5
     return uniform(key, shape, -bound, bound)
 
 
-def step_bias(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+def _step_bias(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     """What softplus turns into steps of 0.001 to 0.1."""
     time = jnp.exp(uniform(key, shape, math.log(0.001), math.log(0.1)))
     return time + jnp.log(-jnp.expm1(-time))

@@ -17,14 +17,12 @@ from jaxtyping import Array, Float, Float32
 
 from models.config import GPTConfig
 from models.hooks import Hooks
-from models.layers import INITS, give_weights, projected
+from models.layers import projected
 from models.parts import ssd
 from models.recurrent import (
     CachedLinearFn,
     RecurrentMixer,
-    conv_kernel,
     in_float32,
-    step_bias,
     uniform,
 )
 
@@ -54,22 +52,9 @@ class Mamba2(RecurrentMixer):
     ) -> None:
         """Takes the config of the model; `attention_fn` is for other layers."""
         del attention_fn
-        self.config, self.dtype = config.ssd.of_model(config), jnp.dtype(config.dtype)
-        recurrence = ssd.recurrence(config)
-        self.rule, sizes = recurrence.rule, recurrence.sizes | {"width": config.width}
-        self.linear_attention, self.mean = hooks.linear_attention, hooks.mean_over_tensor
-        give_weights(
-            self,
-            ssd.weights(config),
-            sizes,
-            dtype=config.dtype,
-            out_gain=out_gain,
-            inits={
-                **INITS,
-                **{"conv": conv_kernel, "decay_rate": _decay_rate, "step_bias": step_bias},
-            },
-            rngs=rngs,
-        )
+        self.config, self.mean = config.ssd.of_model(config), hooks.mean_over_tensor
+        options: dict[str, Any] = dict(hooks=hooks, out_gain=out_gain, rngs=rngs)
+        self.build(config, ssd, {"decay_rate": _decay_rate}, **options)
 
     def __call__(
         self, x: Float[Array, "B T width"], rotation: Any, window: Any, attend: CachedLinearFn

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from models.checks import changed, check_minimum, check_range
+from models.checks import check_minimum, check_range, check_used
 from models.parts import mlp
 from models.weights import Model, Weight, below, bias, projection, weight
 from startrail_jax.errors import InputError
@@ -75,13 +75,14 @@ class ExpertsConfig:
 
     def check(self, model: Model) -> None:
         """Raises unless the options fit those of a model."""
-        settings = changed(self)
-        if settings and "experts" not in model.layer_feed_forwards:
-            raise InputError(
-                f"model.experts.{settings[0]} needs layers of experts; got "
-                f"feed_forwards={model.feed_forwards}. Use --model.feed-forwards experts, or leave "
-                "it out."
-            )
+        check_used(
+            "experts",
+            self,
+            used="experts" in model.layer_feed_forwards,
+            needs="layers of experts",
+            got=f"feed_forwards={model.feed_forwards}",
+            flags="--model.feed-forwards experts",
+        )
 
     def of_model(self, model: Model) -> Any:
         """The same with all sizes, whose defaults are those of a model."""

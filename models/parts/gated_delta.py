@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.checks import changed, check_minimum, check_range
+from models.checks import check_minimum, check_range, check_used
 from models.parts.recurrence import Recurrence
 from models.weights import Model, Norms, Weight, projection, scale, weight
 from startrail_jax.errors import InputError
@@ -50,13 +50,14 @@ class LinearConfig:
 
     def check(self, model: Model) -> None:
         """Raises unless the options fit those of a model."""
-        settings = changed(self)
-        if settings and "linear" not in model.layer_mixers:
-            raise InputError(
-                f"model.linear.{settings[0]} needs layers of linear attention; got "
-                f"mixers={model.mixers}. Use --model.mixers linear linear linear attention, or "
-                "leave it out."
-            )
+        check_used(
+            "linear",
+            self,
+            used="linear" in model.layer_mixers,
+            needs="layers of linear attention",
+            got=f"mixers={model.mixers}",
+            flags="--model.mixers linear linear linear attention",
+        )
         sizes = self.of_model(model)
         if sizes.heads % sizes.key_heads:
             raise InputError(
@@ -93,7 +94,7 @@ def weights(config: Model) -> dict[str, Weight]:
         "key_conv": weight("conv key_heads key_dim", "conv"),
         "value_conv": weight("conv value_heads value_dim", "conv"),
         "decay_rate": weight("value_heads", "decay_rate", decays=False),
-        "decay_bias": weight("value_heads", "decay_bias", decays=False),
+        "decay_bias": weight("value_heads", "step_bias", decays=False),
         "out_norm/scale": scale("value_dim"),
     }
 

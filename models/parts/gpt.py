@@ -19,21 +19,13 @@ class FeedForward:
     """Part of the name of the stacked layers that have it: see `stack_name`."""
     weights: Callable[[GPTConfig], dict[str, Weight]]
     """Its weights, by their paths in it."""
-    sizes: Callable[[GPTConfig], dict[str, int]]
-    """The sizes of their dimensions, by name."""
-
-
-def _no_sizes(config: GPTConfig) -> dict[str, int]:
-    del config
-    return {}
+    sizes: Callable[[GPTConfig], dict[str, int]] = lambda config: {}
+    """The sizes of their dimensions, by name, but for those of a recurrence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixer(FeedForward):
     """What a layer mixes tokens with."""
-
-    sizes: Callable[[GPTConfig], dict[str, int]] = _no_sizes
-    """As of a feed-forward, but for those of the recurrence."""
 
     module: str
     """The module that computes it, `module:class`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.checks import changed, check_minimum, check_range
+from models.checks import check_minimum, check_range, check_used
 from models.parts.recurrence import Recurrence
 from models.weights import Model, Weight, bias, projection, scale, weight
 from startrail_jax.errors import InputError
@@ -46,12 +46,14 @@ class SSDConfig:
 
     def check(self, model: Model) -> None:
         """Raises unless the options fit those of a model."""
-        settings = changed(self)
-        if settings and "ssd" not in model.layer_mixers:
-            raise InputError(
-                f"model.ssd.{settings[0]} needs layers of Mamba-2; got mixers={model.mixers}. Use "
-                "--model.mixers ssd ssd attention, or leave it out."
-            )
+        check_used(
+            "ssd",
+            self,
+            used="ssd" in model.layer_mixers,
+            needs="layers of Mamba-2",
+            got=f"mixers={model.mixers}",
+            flags="--model.mixers ssd ssd attention",
+        )
         heads = self.of_model(model).heads
         if heads % self.groups:
             raise InputError(
