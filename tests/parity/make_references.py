@@ -57,6 +57,13 @@ OF_STATES = dict(
 )
 OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 SMALLER = dict(intermediate_size=12, num_key_value_heads=1, head_dim=4)
+GEMMA3 = SMALLER | dict(
+    sliding_window=5,
+    layer_types=["sliding_attention", "full_attention"],
+    query_pre_attn_scalar=6,
+    rope_parameters=ROPE_GEMMA3,
+    tie_word_embeddings=True,
+)
 
 # Name -> family, options, and type of the saved weights.
 CASES = {
@@ -90,18 +97,7 @@ CASES = {
         ),
         "bfloat16",
     ),
-    "gemma3": (
-        "Gemma3",
-        SMALLER
-        | dict(
-            sliding_window=5,
-            layer_types=["sliding_attention", "full_attention"],
-            query_pre_attn_scalar=6,
-            rope_parameters=ROPE_GEMMA3,
-            tie_word_embeddings=True,
-        ),
-        "bfloat16",
-    ),
+    "gemma3": ("Gemma3", GEMMA3, "bfloat16"),
     # Half of the channels turn, and key heads are shared. A slice of 8 devices has two tokens.
     "qwen3_5": (
         "Qwen3_5",
@@ -195,18 +191,7 @@ CASES = {
         ),
         "bfloat16",
     ),
-    "gemma3_images": (
-        "Gemma3",
-        SMALLER
-        | dict(
-            sliding_window=5,
-            layer_types=["sliding_attention", "full_attention"],
-            query_pre_attn_scalar=6,
-            rope_parameters=ROPE_GEMMA3,
-            tie_word_embeddings=True,
-        ),
-        "bfloat16",
-    ),
+    "gemma3_images": ("Gemma3", GEMMA3, "bfloat16"),
     "mistral3": ("Mistral3", dict(model_type="mistral", sliding_window=5), "float32"),
 }
 TOWER = dict(

@@ -6,19 +6,16 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import fake_jla
 import startrail_jax as st
+from mixers import END, check_greedy_tokens, check_saved_bytes, losses_of
 from models.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
-from models.hooks import Hooks
 from programs import (
     SMALL,
     check_first_step,
     learnable_tokens,
     make_config,
-    placed,
-    saved_by_layers,
     train_steps,
 )
 from programs import make_program as program_of
@@ -27,14 +24,8 @@ from startrail_jax.errors import InputError
 from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
-from trainer.gpt.config import DataConfig, attention_of
-from trainer.gpt.generation import Generator
-from trainer.gpt.objective import make_gpt
-from trainer.gpt.token_choice import Sampling
-from trainer.parallel.step_sizes import footprint
 
 STEPS = 10
-END = 7  # Ends a document.
 # Two groups of a period and a last one that is not whole; fewer key heads than heads of values.
 HYBRID = SMALL | dict(
     layers=5,
@@ -63,17 +54,6 @@ CONFIG = make_config(
 @functools.cache
 def make_program(degrees, **changes):
     return program_of(dataclasses.replace(CONFIG, **changes), degrees)
-
-
-def losses_of(program, state):
-    """Losses and gradient norms of all steps."""
-
-    def batch(step):
-        tokens = learnable_tokens(CONFIG, step, END)
-        made = next_token_batch(tokens, layout=program.attention.layout, end_of_document=END)
-        return place(made, program.batch_sharding)
-
-    return train_steps(program, state, map(batch, range(STEPS)))[0]
 
 
 @pytest.fixture(scope="module")
@@ -128,26 +108,6 @@ def test_every_mesh_gives_the_losses_of_one_device(name, initial_state, one_devi
     assert one_device[-1, 0] < one_device[0, 0] - 0.5
 
 
-def make_generator(degrees):
-    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
-    attention = st.Attention(mesh, causal=True, **attention_of(CONFIG.model))
-    return Generator(CONFIG, attention, Sampling(temperature=0.0), zero=0)
-
-
-def whole_pass(weights, tokens):
-    """The likeliest token behind each token, of a model on one device, in natural order."""
-    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    hooks = Hooks(linear_attention=lambda rule: st.LinearAttention(mesh, rule=rule))
-    attention = st.Attention(mesh, causal=True)
-    graph = nnx.graphdef(
-        nnx.eval_shape(lambda: make_gpt(CONFIG.model, CONFIG.lora, attention, hooks, nnx.Rngs(0)))
-    )
-    tokens = np.asarray(tokens, np.int32)[None]
-    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    run = jax.jit(lambda weights, *inputs: nnx.merge(graph, weights)(*inputs))
-    return np.asarray(run(weights, tokens, positions)).argmax(-1)[0]
-
-
 @pytest.mark.parametrize(
     "degrees",
     [
@@ -158,19 +118,7 @@ def whole_pass(weights, tokens):
     ids=str,
 )
 def test_greedy_tokens_are_the_likeliest_of_whole_forward_passes(degrees, initial_state):
-    """Prompts of one token, of fewer than the convolution sees, and of more than a slice."""
-    prompts = [8 + np.arange(n) % 40 for n in (1, 3, 40, 64)]
-    longest = 64 + 6
-    weights = jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, initial_state.weights)
-    generator = make_generator(degrees)
-    of_devices = placed(weights, generator.weight_shapes)
-    found = np.array([*generator(of_devices, prompts, num_tokens=6)]).T
-    for prompt, new in zip(prompts, found, strict=True):
-        text = np.concatenate([prompt, new])
-        padded = np.pad(text, (0, longest - len(text)))  # One program, which looks back alone.
-        likeliest = whole_pass(weights, padded)[len(prompt) - 1 : len(text) - 1]
-        assert likeliest.tolist() == new.tolist()
-    assert len(set(found.ravel().tolist())) > 4
+    check_greedy_tokens(CONFIG, degrees, initial_state.weights)
 
 
 @pytest.mark.slow_except_every(3)
@@ -179,19 +127,9 @@ def test_greedy_tokens_are_the_likeliest_of_whole_forward_passes(degrees, initia
     "remat", ["full", "attention_saved", "projections_saved", "products_saved"]
 )
 def test_memory_counts_what_layers_save(remat, degrees):
-    """Counted in the derivative that jax makes: no weights are among them."""
-    turns, tokens = 5, 2048
-    pattern = HYBRID | {"layers": 2 * turns, "mixers": ("linear", "attention"), "dtype": "bfloat16"}
-    pattern["feed_forwards"] = ("mlp", "experts")
-    pattern["linear"] = LinearConfig(heads=4, key_heads=2, key_dim=8, value_dim=12)
-    config = make_config(pattern, seq_len=tokens * degrees.sequence, remat=remat, batch_size=1)
-    config = dataclasses.replace(config, data=DataConfig(mask_documents=False))
-    program = program_of(config, degrees)
-    step = program.train_step.__wrapped__
-    jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)
-    arrays = saved_by_layers(jaxpr.jaxpr, turns)
-    formula = footprint(config, program.objective, degrees)["saved for the backward pass"]
-    assert formula == turns * sum(x.size * x.dtype.itemsize for x in arrays)
+    linear = LinearConfig(heads=4, key_heads=2, key_dim=8, value_dim=12)
+    pattern = dict(mixers=("linear", "attention"), feed_forwards=("mlp", "experts"), linear=linear)
+    check_saved_bytes(HYBRID | pattern, remat, degrees)
 
 
 def test_loads_of_experts_are_no_gradients_of_the_loss():

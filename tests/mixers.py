@@ -1,0 +1,79 @@
+"""Checks of models whose layers have recurrences, such as linear attention or Mamba-2."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import nnx
+
+import startrail_jax as st
+from models.hooks import Hooks
+from programs import learnable_tokens, make_config, make_program, placed, saved_by_layers
+from programs import train_steps as run_steps
+from trainer.data.batches import place
+from trainer.gpt.batches import next_token_batch
+from trainer.gpt.config import DataConfig, attention_of
+from trainer.gpt.generation import Generator
+from trainer.gpt.objective import make_gpt
+from trainer.gpt.token_choice import Sampling
+from trainer.parallel.step_sizes import footprint
+
+END = 7  # Ends a document.
+
+
+def losses_of(program, state):
+    """Losses and gradient norms of all steps."""
+
+    def batch(step):
+        tokens = learnable_tokens(program.config, step, END)
+        made = next_token_batch(tokens, layout=program.attention.layout, end_of_document=END)
+        return place(made, program.batch_sharding)
+
+    return run_steps(program, state, map(batch, range(program.config.steps)))[0]
+
+
+def whole_pass(config, weights, tokens):
+    """The likeliest token behind each token, of a model on one device, in natural order."""
+    mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
+    hooks = Hooks(linear_attention=lambda rule: st.LinearAttention(mesh, rule=rule))
+    attention = st.Attention(mesh, causal=True)
+    graph = nnx.graphdef(
+        nnx.eval_shape(lambda: make_gpt(config.model, config.lora, attention, hooks, nnx.Rngs(0)))
+    )
+    tokens = np.asarray(tokens, np.int32)[None]
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    run = jax.jit(lambda weights, *inputs: nnx.merge(graph, weights)(*inputs))
+    return np.asarray(run(weights, tokens, positions)).argmax(-1)[0]
+
+
+def check_greedy_tokens(config, degrees, weights):
+    """Prompts of one token, of fewer than the convolution sees, and of more than a slice."""
+    prompts = [8 + np.arange(n) % 40 for n in (1, 3, 40, 64)]
+    longest = 64 + 6
+    weights = jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, weights)
+    mesh = st.make_mesh(degrees, "auto", jax.devices()[: degrees.num_devices])
+    attention = st.Attention(mesh, causal=True, **attention_of(config.model))
+    generator = Generator(config, attention, Sampling(temperature=0.0), zero=0)
+    of_devices = placed(weights, generator.weight_shapes)
+    found = np.array([*generator(of_devices, prompts, num_tokens=6)]).T
+    for prompt, new in zip(prompts, found, strict=True):
+        text = np.concatenate([prompt, new])
+        padded = np.pad(text, (0, longest - len(text)))  # One program, which looks back alone.
+        likeliest = whole_pass(config, weights, padded)[len(prompt) - 1 : len(text) - 1]
+        assert likeliest.tolist() == new.tolist()
+    assert len(set(found.ravel().tolist())) > 4
+
+
+def check_saved_bytes(model, remat, degrees):
+    """Of a model whose pattern has two layers. Counted in the derivative that jax makes: no weights
+    are among them."""
+    turns, tokens = 5, 2048
+    model = model | {"layers": 2 * turns, "dtype": "bfloat16"}
+    config = make_config(model, seq_len=tokens * degrees.sequence, remat=remat, batch_size=1)
+    config = dataclasses.replace(config, data=DataConfig(mask_documents=False))
+    program = make_program(config, degrees)
+    step = program.train_step.__wrapped__
+    jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)
+    arrays = saved_by_layers(jaxpr.jaxpr, turns)
+    formula = footprint(config, program.objective, degrees)["saved for the backward pass"]
+    assert formula == turns * sum(x.size * x.dtype.itemsize for x in arrays)
