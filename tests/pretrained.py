@@ -21,7 +21,7 @@ from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config, peft_tensors
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.defaults import pretrained as config_of
-from trainer.gpt.pretrained.families import MULTIMODAL
+from trainer.gpt.pretrained.families.table import MULTIMODAL
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.pretrained.tensors import places
 from trainer.parallel.partition import path_name

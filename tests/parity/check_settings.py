@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from startrail_jax.errors import InputError, UnsupportedError  # noqa: E402
 from trainer.gpt.pretrained.config_json import ONLY, READ, read_description  # noqa: E402
-from trainer.gpt.pretrained.families import FAMILIES  # noqa: E402
+from trainer.gpt.pretrained.families.table import FAMILIES  # noqa: E402
 
 SIZES = dict(
     vocab_size=48,
@@ -119,7 +119,7 @@ def settings_of(family):
     base = {"model_type": family, **SIZES}
     if "sliding_window" in FAMILIES[family].keys:
         base["sliding_window"] = 7
-    if FAMILIES[family].linear is not None:
+    if "linear" in FAMILIES[family].mixers:
         base |= dict(linear_num_value_heads=4, linear_num_key_heads=2)
         base |= dict(linear_key_head_dim=4, linear_value_head_dim=6)
     if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):

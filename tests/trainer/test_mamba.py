@@ -18,7 +18,7 @@ from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.config import LoraConfig, OptimizerConfig
-from trainer.gpt.pretrained.families import family_of
+from trainer.gpt.pretrained.families.table import family_of
 
 STEPS = 30
 MAMBA = SMALL | dict(

@@ -27,7 +27,7 @@ from train import read_command_line
 from trainer.config import LoraConfig
 from trainer.errors import MissingPackageError
 from trainer.gpt.pretrained.config_json import read_description
-from trainer.gpt.pretrained.families import FAMILIES, MULTIMODAL
+from trainer.gpt.pretrained.families.table import FAMILIES, MULTIMODAL
 from trainer.gpt.pretrained.plan_model import (
     FURTHER,
     IF_NORMALISED,

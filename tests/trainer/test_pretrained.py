@@ -47,8 +47,9 @@ from trainer.gpt.pretrained.config_json import (
     text_values,
 )
 from trainer.gpt.pretrained.defaults import with_tokenizer
-from trainer.gpt.pretrained.families import FAMILIES, family_of, plain, to_values
+from trainer.gpt.pretrained.families.table import FAMILIES, family_of, to_values
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
+from trainer.gpt.pretrained.plain import plain
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.gpt.tokenizer import check_tokenizer_of_model

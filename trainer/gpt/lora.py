@@ -16,8 +16,8 @@ from models.periods import layers_of
 from models.weights import ADAPTERS
 from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.pretrained.families import without_losses
-from trainer.gpt.pretrained.tensors import BY_KEY_HEAD, tables
+from trainer.gpt.pretrained.families.table import FAMILIES
+from trainer.gpt.pretrained.plain import without_losses
 from trainer.run.settings import settings_of
 from trainer.weights.adapters import KERNEL, as_matrix
 from trainer.weights.places import Share
@@ -94,7 +94,7 @@ def _adapted(
     experts; their weights, as parameters, are those of other layers too."""
     weights, modules = gpt_weights(model), dict[str, set[str]]()
     parameters: dict[str, set[str]] = {}
-    for part, table in tables(model, family).items():
+    for part, table in FAMILIES[family].tables(model).items():
         for path, (name, _) in table.items():
             *_, target, kind = ("", *path.split("/"))
             weight = weights.get(f"{part}/{path}")
@@ -116,7 +116,7 @@ def peft_tensors(
     Where several weights are rows of one tensor, their adapters are one, of the sum of their ranks.
     Those of experts are [experts * rank, inputs] and [outputs, rank * experts]."""
     found, weights = {}, gpt_weights(model)
-    for part, table in tables(model, family).items():
+    for part, table in FAMILIES[family].tables(model).items():
         layers = layers_of(part, model.layer_mixers, model.layer_feed_forwards)
         for place, layer in enumerate(layers):
             for name, matrix in _of_experts(arrays, part, place, model, family).items():
@@ -137,7 +137,7 @@ def peft_tensors(
                 own = [
                     None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
                 ]
-                groups = model.linear.of_model(model).key_heads if name in BY_KEY_HEAD else 1
+                groups = FAMILIES[family].row_groups(name, model)
                 both = _joined(own, _outputs(model, rows), groups)
                 for letter, matrix in zip("AB", both, strict=True):
                     key = name.removesuffix("weight") + f"lora_{letter}.weight"
@@ -157,8 +157,8 @@ def _of_experts(
 
     found, down = {}, pair("down")
     hidden = model.experts.of_model(model).width
-    # Of gpt-oss, gates and projections up take turns.
-    turns = hidden if family == "gpt_oss" else 1
+    # In gpt-oss, gates and projections up take turns.
+    turns = hidden if FAMILIES[family].takes_turns(_FUSED) else 1
     prefix = "" if down is None else "base_layer."
     for before, pairs, groups in ((prefix, [pair("gate"), pair("up")], turns), ("", [down], 1)):
         if any(pairs):

@@ -25,23 +25,19 @@ from trainer.gpt.lora import (
     peft_tensors,
 )
 from trainer.gpt.objective import NextToken
-from trainer.gpt.pretrained.config_json import CONFIG, describe
+from trainer.gpt.pretrained.config_json import describe
 from trainer.gpt.pretrained.defaults import (
     TEMPLATES_FOLDER,
     eos_of,
     files_of_tokenizer,
     kept_folder,
 )
-from trainer.gpt.pretrained.families import (
-    family_of,
-    plain,
-    rope_length,
-    rotary_values,
-    to_values,
-    without_rope,
-)
+from trainer.gpt.pretrained.families.table import family_of, rotary_values, to_values
 from trainer.gpt.pretrained.initial import GENERATION, copy_file, kept_files, open_pretrained
+from trainer.gpt.pretrained.plain import plain, without_rope
+from trainer.gpt.pretrained.rope import ROPE, rope_length
 from trainer.gpt.pretrained.tensors import places
+from trainer.gpt.pretrained.values import CONFIG
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name, split_adapters
 from trainer.weights.adapters import (
@@ -57,10 +53,6 @@ from trainer.weights.writing import write_file
 Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 2 * 10**9
 """Bytes of the tensors of one file, which are in memory together."""
-ROPE = (
-    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
-    "original_max_position_embeddings",
-)
 
 
 @dataclass(frozen=True, kw_only=True)

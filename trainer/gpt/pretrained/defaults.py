@@ -14,7 +14,8 @@ from trainer.config import OptimizerConfig
 from trainer.data.opening import read_object
 from trainer.gpt.chat.forms import has_examples
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
-from trainer.gpt.pretrained.config_json import CONFIG, read_description
+from trainer.gpt.pretrained.config_json import read_description
+from trainer.gpt.pretrained.values import CONFIG
 from trainer.run.folder import KEPT_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
 from trainer.sums import SUMS_FILE, check_sums

@@ -16,11 +16,11 @@ from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.data.opening import read_object, reading
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
-from trainer.gpt.pretrained.config_json import CONFIG, read_description, text_values
+from trainer.gpt.pretrained.config_json import read_description, text_values
 from trainer.gpt.pretrained.defaults import GENERATION, files_of_tokenizer
-from trainer.gpt.pretrained.experts import with_experts
-from trainer.gpt.pretrained.olmo import as_published
+from trainer.gpt.pretrained.families.table import FAMILIES
 from trainer.gpt.pretrained.tensors import IMAGES, name_of_text, part_of, places
+from trainer.gpt.pretrained.values import CONFIG
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
 from trainer.run.folder import KEPT_FOLDER
@@ -80,18 +80,16 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
     with open_tensors(folder, name_of=name_of_text, part_of=part_of) as tensors:
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         named = {path_name(path): tuple(x.shape) for path, x in leaves}
-        found = dict(places(named, config.model, described.family))
-        wanted = {name: place.whole_shape for place in found.values() for name in place.tensors}
-        if described.family == "olmo_hybrid":
-            tensors = as_published(tensors, wanted)
-        tensors = with_experts(tensors, wanted)
+        by_weight = dict(places(named, config.model, described.family))
+        needed = {name: place.whole_shape for place in by_weight.values() for name in place.tensors}
+        tensors = FAMILIES[described.family].adapt(tensors, needed)
         images = sum(tensors.left_out.get(part, 0) for part in IMAGES)
         if images and not config.init_text_only:
             raise InputError(
                 "A model must be of text alone, or --init-text-only must say that its text model "
                 f"is taken alone; got {str(folder)!r} with {images} tensors for images. Add it."
             )
-        tensors.check(wanted, tied=TIED if config.model.tied_head else {})
+        tensors.check(needed, tied=TIED if config.model.tied_head else {})
         begin = config.data.begin_of_document
         remark = check_tokenizer_of_model(folder / TOKENIZER, config.model.vocab_size, begin)
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for _, x in leaves)
@@ -106,8 +104,8 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
             )
         yield Pretrained(
             tensors=tensors,
-            places=found,
+            places=by_weight,
             description=f"initial weights: {folder}, a model of kind {described.family} with "
-            f"{len(wanted)} tensors of {tensors.kinds}, {size / 2**30:.2f} GiB in {dtype}{left_out}"
+            f"{len(needed)} tensors of {tensors.kinds}, {size / 2**30:.2f} GiB in {dtype}{left_out}"
             f"{longer}{remark}",
         )

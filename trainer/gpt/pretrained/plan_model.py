@@ -11,29 +11,14 @@ from typing import Any
 from models.config import GPTConfig
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
-from trainer.gpt.pretrained.config_json import (
-    CONFIG,
-    WHOLE,
-    ConfigValues,
-    check_layer_types,
-    describe,
-    model_of,
-    read_values,
-)
-from trainer.gpt.pretrained.families import (
-    CHOICE,
-    COUNTS,
-    DENSE,
-    FAMILIES,
-    FULL,
-    MULTIMODAL,
-    OF_LINEAR,
-    OF_SHARED,
-    PARTS,
-    SLIDING,
-    pattern,
-    plain,
-)
+from trainer.gpt.pretrained.config_json import WHOLE, describe
+from trainer.gpt.pretrained.families.experts import COUNTS, DENSE, WITH_SHARED
+from trainer.gpt.pretrained.families.family import CHOICE
+from trainer.gpt.pretrained.families.hybrid import SIZES as OF_LINEAR
+from trainer.gpt.pretrained.families.table import FAMILIES, MULTIMODAL, TEXT_PARTS
+from trainer.gpt.pretrained.plain import pattern, plain
+from trainer.gpt.pretrained.rope import FULL, SLIDING
+from trainer.gpt.pretrained.values import CONFIG, ConfigValues, with_defaults
 from trainer.planner.gpt import sizes_of_gpt
 from trainer.planner.models import ModelSizes
 
@@ -57,7 +42,7 @@ _NUMBERS = WHOLE[:7]
 _READ = {*_NUMBERS, TIES, "sliding_window", "use_sliding_window"}
 _SIZES = {
     *(*_READ, *CHOICE, "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"),
-    *("full_attention_interval", *OF_LINEAR, *COUNTS, *OF_SHARED, *DENSE, *IF_NORMALISED),
+    *("full_attention_interval", *OF_LINEAR, *COUNTS, *WITH_SHARED, *DENSE, *IF_NORMALISED),
 }
 """Keys that change the weights of a model, or what its layers attend to."""
 _EXPERTS = (*COUNTS, "n_routed_experts")
@@ -104,7 +89,7 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
     of_images = MULTIMODAL.get(whole)
     # Only the whole model says whether its embedding is tied.
     outer = {TIES: file[TIES]} if TIES in file else {}
-    part = {"model_type": PARTS.get(whole, of_images)} if of_images else {}
+    part = {"model_type": TEXT_PARTS.get(whole, of_images)} if of_images else {}
     values: dict[str, Any] = {**outer, **part, **inner}
     kind, refused = str(values.get("model_type")), None
     if of_images or kind in FAMILIES:
@@ -120,8 +105,8 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
             sizes = sizes_of_gpt(model, name=name)
             return FileModel(sizes=sizes, run=tuple(run) if is_taken else ())
     if kind in FAMILIES:
-        check_layer_types(values, kind, name)
-        model = plain(model_of(_read_sizes(values, kind, name), kind))
+        FAMILIES[kind].check_types(values, name)
+        model = plain(FAMILIES[kind].model(_read_sizes(values, kind, name)))
         return FileModel(sizes=sizes_of_gpt(model, name=name, assumed=refused), run=())
     values = {"architectures": file.get("architectures"), **values}
     if kind not in FURTHER and not allow_unknown:
@@ -185,7 +170,7 @@ def _read_sizes(values: Mapping[str, Any], kind: str, name: str) -> ConfigValues
             found.number(key)
     if kind not in FAMILIES and kind not in FURTHER:
         return found
-    read = read_values(given, kind, name).values
+    read = with_defaults(given, kind, name).values
     # Only the whole of a model of text and images has the key in transformers.
     return ConfigValues({**read, TIES: given.get(TIES, read.get(TIES, False))}, name)
 

@@ -1,0 +1,1 @@
+"""Families of models of the library transformers: what one of them alone has is in its file."""

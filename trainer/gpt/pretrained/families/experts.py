@@ -1,0 +1,157 @@
+"""Layers of experts in a config.json, and in files of tensors. Imports no jax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from models.config import GPTConfig
+from models.parts.experts import ExpertsConfig
+from trainer.gpt.pretrained.plain import pattern
+from trainer.gpt.pretrained.values import ConfigValues
+from trainer.weights.files import Tensors
+from trainer.weights.places import TRANSPOSED, Groups
+
+COUNTS = ("num_experts", "num_local_experts")
+"""Names of the number of experts, of which a file has either."""
+SIZES = {"num_experts_per_tok": "top_k", "moe_intermediate_size": "width"}
+WITH_SHARED = SIZES | {"shared_expert_intermediate_size": "shared_width"}
+LIKE_MLP = {"num_experts_per_tok": "top_k", "intermediate_size": "width"}
+"""Keys of sizes -> settings of `ExpertsConfig`."""
+BALANCE, NORMALISED_SHARES = "router_aux_loss_coef", "norm_topk_prob"
+DENSE = ("mlp_only_layers", "decoder_sparse_step")
+"""Keys that say which layers have no experts."""
+LOSSES = (BALANCE, "output_router_logits")
+"""Keys of the balancing loss, which transformers adds if the second one is set."""
+TENSORS: Mapping[str, tuple[str, Groups]] = {
+    "mlp/router": ("mlp.gate.weight", TRANSPOSED),
+    "mlp/expert_gate/kernel": ("mlp.experts.{}.gate_proj.weight", TRANSPOSED),
+    "mlp/expert_up/kernel": ("mlp.experts.{}.up_proj.weight", TRANSPOSED),
+    "mlp/expert_down/kernel": ("mlp.experts.{}.down_proj.weight", TRANSPOSED),
+    "mlp/shared/gate/kernel": ("mlp.shared_expert.gate_proj.weight", TRANSPOSED),
+    "mlp/shared/up/kernel": ("mlp.shared_expert.up_proj.weight", TRANSPOSED),
+    "mlp/shared/down/kernel": ("mlp.shared_expert.down_proj.weight", TRANSPOSED),
+    "mlp/shared_gate/kernel": ("mlp.shared_expert_gate.weight", TRANSPOSED),
+}
+"""Where a name has braces, each expert has a tensor of its own."""
+_OF_ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The layers of experts of a family."""
+
+    config: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """What they have beside their sizes."""
+    sizes: Mapping[str, str] = field(default_factory=lambda: SIZES)
+    """Keys of sizes -> settings of `ExpertsConfig`."""
+    count: str = COUNTS[0]
+    """The key of the number of experts in an export."""
+    tensors: Mapping[str, tuple[str, Groups]] = field(default_factory=lambda: TENSORS)
+    """Weight of a layer -> tensor of a layer."""
+
+    def fits(self, model: GPTConfig, keys: tuple[str, ...]) -> bool:
+        """Whether the layers of experts of a model are those of a family with some keys."""
+        experts, feeds = model.experts, model.layer_feed_forwards
+        same = ("activation", "biases", "shared_gate", "scores")
+        return (
+            all(getattr(experts, name) == getattr(self.config, name) for name in same)
+            and not experts.balance_rate
+            and (experts.shared_width > 0) == ("shared_width" in self.sizes.values())
+            and (experts.normalised or NORMALISED_SHARES in keys)
+            and ("mlp" not in feeds or DENSE[0] in keys)
+        )
+
+    def read(self, values: ConfigValues, keys: tuple[str, ...], layers: int) -> dict[str, Any]:
+        """The options of a model: its layers of experts, and which these are."""
+        values = ConfigValues({key: values.values.get(key) for key in keys}, values.name)
+        read = values.values
+        sizes: dict[str, Any] = {name: values.number(key) for key, name in self.sizes.items()}
+        count = next((x for x in COUNTS if read.get(x) is not None), COUNTS[0])
+        sizes["count"] = values.number(count)
+        if NORMALISED_SHARES in keys:
+            sizes["normalised"] = bool(read[NORMALISED_SHARES])
+        # transformers adds the loss only if it gives the logits of the router, too.
+        sizes["balance_loss"] = values.real(BALANCE) if read.get(LOSSES[1]) else 0.0
+        sizes["balance_over"] = "model"
+        dense, step = (read.get(key) for key in DENSE)
+        dense = dense or ()
+        if not all(type(x) is int and 0 <= x < layers for x in dense):
+            needed = f"a list of numbers of layers, from 0 to {layers - 1}"
+            raise values.wrong(DENSE[0], needed, dense)
+        step = values.number(DENSE[1], default=1)
+        feeds = ["mlp" if i in dense or (i + 1) % step else "experts" for i in range(layers)]
+        if "experts" not in feeds:
+            raise values.wrong(DENSE[0], "such that a layer has experts", dense)
+        return {"experts": replace(self.config, **sizes), "feed_forwards": pattern(feeds)}
+
+    def values(self, model: GPTConfig) -> dict[str, Any]:
+        """The values of a config.json, of which a family has some."""
+        experts, feeds = model.experts, model.layer_feed_forwards
+        factor = experts.balance_loss
+        if experts.balance_over == "layer":  # Added up; there, the mean over layers counts.
+            factor *= feeds.count("experts")
+        return {
+            **{key: getattr(experts.of_model(model), name) for key, name in self.sizes.items()},
+            self.count: experts.count,
+            NORMALISED_SHARES: experts.normalised,
+            **dict(zip(DENSE, ([i for i, x in enumerate(feeds) if x == "mlp"], 1), strict=True)),
+            **dict(zip(LOSSES, (factor, factor > 0), strict=True)),
+        }
+
+    def adapt(self, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        """The tensors under the names that a model of this program needs. Qwen3.5 is published with
+        one tensor [experts, 2 * hidden, width] for the gates and the projections up of all experts,
+        and transformers writes one for each."""
+        fused: dict[str, tuple[Any, str]] = {}
+        used = set()
+        for name in shapes.keys() - tensors.shapes.keys():
+            if (of_one := _OF_ONE.fullmatch(name)) is None:
+                continue
+            layer, expert, which = of_one[1], int(of_one[2]), of_one[3]
+            source = f"{layer}.down_proj" if which == "down" else f"{layer}.gate_up_proj"
+            rows, columns = shapes[name]
+            count = 1 if which == "down" else 2
+            shape = tensors.shapes.get(source, ())
+            if shape[1:] == (count * rows, columns) and shape[0] > expert:
+                before = rows if which == "up" else 0
+                part = _OfExpert(tensors.slices[source], expert, before)
+                fused[name] = part, tensors.dtypes[source]
+                used.add(source)
+        return replaced(tensors, shapes, fused, used)
+
+
+def replaced(
+    tensors: Tensors,
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Mapping[str, tuple[Any, str]],
+    used: set[str],
+) -> Tensors:
+    """The tensors with `parts`, name -> (slices, type), in place of those that were used."""
+    return replace(
+        tensors,
+        shapes={k: x for k, x in tensors.shapes.items() if k not in used}
+        | {name: shapes[name] for name in parts},
+        dtypes={k: x for k, x in tensors.dtypes.items() if k not in used}
+        | {name: kind for name, (_, kind) in parts.items()},
+        slices={k: x for k, x in tensors.slices.items() if k not in used}
+        | {name: part for name, (part, _) in parts.items()},
+    )
+
+
+class _OfExpert:
+    """Some rows of one expert, of a tensor of all experts."""
+
+    def __init__(self, tensor: Any, expert: int, before: int) -> None:
+        self._tensor, self._expert, self._before = tensor, expert, before
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Shaped[np.ndarray, "rows columns"]:
+        rows, columns = index
+        rows = slice(rows.start + self._before, rows.stop + self._before)
+        expert = slice(self._expert, self._expert + 1)
+        return np.asarray(self._tensor[(expert, rows, columns)])[0]

@@ -1,0 +1,267 @@
+"""A family of models of the library transformers: what all families have. Imports no jax.
+
+A family is a `model_type`. All families here are one decoder with other options: see `GPTConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from models.config import GPTConfig
+from models.parts.gpt import stack_pairs
+from startrail_jax.errors import UnsupportedError
+from trainer.gpt.pretrained.families.experts import Experts
+from trainer.gpt.pretrained.plain import pattern
+from trainer.gpt.pretrained.rope import FULL, SLIDING, OneBase, rope_length
+from trainer.gpt.pretrained.values import ConfigValues
+from trainer.weights.files import Tensors
+from trainer.weights.places import (
+    AS_IT_IS,
+    IN_BOTH,
+    IN_COLUMNS,
+    IN_ROWS,
+    OF_HEADS,
+    TRANSPOSED,
+    Groups,
+)
+
+OPTIONS = {
+    **{"mlp": "swiglu", "scaled_embedding": False, "sinks": False, "qkv_bias": False},
+    **{"qk_norm": False, "qk_norm_over": "head", "norms": "before", "norm_offset": False},
+    **{"attention_gate": False, "out_bias": False},
+}
+"""Options of a model by which families differ, as most have them."""
+SCALES = ("softcap", "output_softcap", "scale_dim")
+"""Options that change no weight, which most models do not have."""
+SILU = {"hidden_act": ("silu", "swish")}
+WINDOWS = ("sliding_window", "layer_types")
+CHOICE = (*WINDOWS, "use_sliding_window", "max_window_layers")
+"""Keys that say which layers have a window."""
+
+OF_MODEL: Mapping[str, tuple[str, Groups]] = {
+    "embedding/embedding": ("model.embed_tokens.weight", IN_BOTH),
+    "norm/scale": ("model.norm.weight", AS_IT_IS),
+    "head/kernel": ("lm_head.weight", TRANSPOSED),
+}
+"""Weight -> tensor, outside of the layers."""
+OF_LAYER: Mapping[str, tuple[str, Groups]] = {
+    "attention_norm/scale": ("input_layernorm.weight", AS_IT_IS),
+    "mlp_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
+}
+"""Weight of a layer -> tensor of a layer."""
+OF_ATTENTION: Mapping[str, tuple[str, Groups]] = {
+    "attention/query/kernel": ("self_attn.q_proj.weight", IN_ROWS),
+    "attention/key/kernel": ("self_attn.k_proj.weight", IN_ROWS),
+    "attention/value/kernel": ("self_attn.v_proj.weight", IN_ROWS),
+    "attention/out/kernel": ("self_attn.o_proj.weight", IN_COLUMNS),
+    "attention/query_bias": ("self_attn.q_proj.bias", OF_HEADS),
+    "attention/key_bias": ("self_attn.k_proj.bias", OF_HEADS),
+    "attention/value_bias": ("self_attn.v_proj.bias", OF_HEADS),
+    "attention/sinks": ("self_attn.sinks", AS_IT_IS),
+    "attention/query_norm/scale": ("self_attn.q_norm.weight", AS_IT_IS),
+    "attention/key_norm/scale": ("self_attn.k_norm.weight", AS_IT_IS),
+    "attention/query_norm/heads_scale": ("self_attn.q_norm.weight", OF_HEADS),
+    "attention/key_norm/heads_scale": ("self_attn.k_norm.weight", OF_HEADS),
+    "attention/out_bias": ("self_attn.o_proj.bias", AS_IT_IS),
+}
+OF_MLP: Mapping[str, tuple[str, Groups]] = {
+    "mlp/gate/kernel": ("mlp.gate_proj.weight", TRANSPOSED),
+    "mlp/up/kernel": ("mlp.up_proj.weight", TRANSPOSED),
+    "mlp/down/kernel": ("mlp.down_proj.weight", TRANSPOSED),
+}
+AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
+    "attention_out_norm/scale": ("post_attention_layernorm.weight", AS_IT_IS),
+    "mlp_norm/scale": ("pre_feedforward_layernorm.weight", AS_IT_IS),
+    "mlp_out_norm/scale": ("post_feedforward_layernorm.weight", AS_IT_IS),
+}
+"""What has another name in a model that normalises what a block adds, as Gemma does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What differs between the models of one `model_type` and those of another."""
+
+    architecture: str
+    """The class of transformers."""
+    keys: tuple[str, ...] = ()
+    """Keys of a config.json that its models have beside those of all families."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: SILU)
+    """Keys of which a few values are supported."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The `OPTIONS` that are not as most have them."""
+    windows: Literal["no", "some", "all", "all_or_none"] = "some"
+    """Which layers may have a window."""
+    rope: OneBase = field(default_factory=OneBase)
+    """Rotary positions."""
+    experts: Experts | None = None
+    """Layers of experts."""
+    mixers: ClassVar[tuple[str, ...]] = ("attention",)
+    layer_types: ClassVar[tuple[str, str]] = (FULL, SLIDING)
+    """Types of layers in transformers."""
+
+    def fits(self, model: GPTConfig) -> bool:
+        """Whether a model in its simplest form is one of the family."""
+        windows, feeds = set(model.layer_windows), model.layer_feed_forwards
+        return all(
+            (
+                {**OPTIONS, **self.options} == {name: getattr(model, name) for name in OPTIONS},
+                all(getattr(model, name) is None for name in SCALES),
+                len(windows - {None}) <= 1,
+                windows == {None} or self.windows != "no",
+                None not in windows or self.windows != "all",
+                len(windows) == 1 or self.windows != "all_or_none",
+                {*model.layer_mixers} <= {*self.mixers},
+                self.rope.fits(model),
+                (self.experts is not None) == ("experts" in feeds),
+                self.experts is None or self.experts.fits(model, self.keys),
+            )
+        )
+
+    def importable(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The values of a file without those that the import of its tensors makes untrue."""
+        return written
+
+    def check(self, written: Mapping[str, Any], name: str) -> None:
+        """Raises if values of a file, whose keys are known, are not supported together."""
+
+    def check_types(self, written: Mapping[str, Any], name: str) -> None:
+        """Raises if layers are of a type that is not supported, or the family has no such types."""
+        types = written.get("layer_types")
+        if types is not None and (
+            not isinstance(types, list) or any(x not in self.layer_types for x in types)
+        ):
+            raise UnsupportedError(
+                f"layer_types must be {' or '.join(self.layer_types)} in {name!r}; got {types!r}. "
+                "Use another model."
+            )
+
+    def model(self, values: ConfigValues) -> GPTConfig:
+        """The model: its weights, and what each layer attends to, without the rest."""
+        read = values.values
+        layers, heads, width = (
+            read[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        )
+        head_dim, options = values.number("head_dim"), self.layers(values)
+        mlp_width: Any = read.get("intermediate_size")
+        if self.experts is not None:
+            options |= self.experts.read(values, self.keys, layers)
+            mlp_width = mlp_width or options["experts"].width
+        return GPTConfig(
+            vocab_size=read["vocab_size"],
+            width=width,
+            layers=layers,
+            heads=heads,
+            kv_heads=read["num_key_value_heads"],
+            head_dim=head_dim,
+            mlp_width=mlp_width,
+            tied_head=read["tie_word_embeddings"],
+            **self.options,
+            **options,
+        )
+
+    def layers(self, values: ConfigValues) -> dict[str, Any]:
+        """The options of a model in which its layers differ."""
+        return {"windows": pattern(self._windows(values))}
+
+    def _windows(self, values: ConfigValues) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None for a layer without one."""
+        read, layers = values.values, values.values["num_hidden_layers"]
+        size = read.get("sliding_window") if read.get("use_sliding_window", True) else None
+        # Mistral has no types of layers.
+        without_types = [FULL if self.windows == "no" or size is None else SLIDING] * layers
+        types = read.get("layer_types") or without_types
+        if len(types) != layers:
+            raise values.wrong(
+                "layer_types", f"a list of {layers} names, one for each layer", types
+            )
+        if SLIDING in types and size is None:
+            raise UnsupportedError(
+                f"Layers of type {SLIDING} need a sliding_window, and use_sliding_window where the "
+                f"file has it; got sliding_window={read.get('sliding_window')}, "
+                f"use_sliding_window={read.get('use_sliding_window')} in {values.name!r}. "
+                "Correct the file."
+            )
+        return tuple(values.number("sliding_window") if x == SLIDING else None for x in types)
+
+    def forward(
+        self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
+    ) -> dict[str, Any]:
+        """The options of a model that change no weight: from all values of a file, and from those
+        written in it."""
+        return {"rope": self.rope.read(values, written, model)}
+
+    def values(self, model: GPTConfig, kind: str, *, length: int, dtype: str) -> dict[str, Any]:
+        """The values of a config.json of which `model` and `forward` make the model again."""
+        layers = self.layer_values(model)
+        if self.experts is not None:
+            layers |= self.experts.values(model)
+        return {
+            "architectures": [self.architecture],
+            "model_type": kind,
+            "torch_dtype": dtype,
+            "vocab_size": model.vocab_size,
+            "hidden_size": model.width,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "intermediate_size": model.mlp_width,
+            "rms_norm_eps": model.norm_eps,
+            "tie_word_embeddings": model.tied_head,
+            "max_position_embeddings": rope_length(model.rope, length),
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            **self.rope.values(model),
+            **{key: value for key, value in layers.items() if key in self.keys},
+            **self.activation_values(model),
+        }
+
+    def layer_values(self, model: GPTConfig) -> dict[str, Any]:
+        """The values of a config.json in which layers differ, of which the family has some."""
+        windows = model.layer_windows
+        size = next((window for window in windows if window is not None), None)
+        values = {
+            "sliding_window": size,
+            "use_sliding_window": size is not None,
+            "max_window_layers": model.layers if size is None else 0,
+        }
+        if size is not None:
+            values["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+        return values
+
+    def activation_values(self, model: GPTConfig) -> dict[str, Any]:
+        """The values of a config.json for activations and scales."""
+        del model
+        return {"hidden_act": "silu"}
+
+    def tables(self, model: GPTConfig) -> dict[str, Mapping[str, tuple[str, Groups]]]:
+        """Stack of layers -> weight of a layer -> tensor of a layer."""
+        feeds = {"mlp": OF_MLP} | (
+            {} if self.experts is None else {"experts": self.experts.tensors}
+        )
+        return {
+            stack: {**self.table(model, mixer), **feeds.get(feed_forward, {})}
+            for stack, (mixer, feed_forward) in stack_pairs(model).items()
+        }
+
+    def table(self, model: GPTConfig, mixer: str) -> dict[str, tuple[str, Groups]]:
+        """The tensors of a layer without its feed-forward."""
+        del mixer
+        return {**OF_LAYER, **OF_ATTENTION, **(AFTER_BLOCKS if model.norms != "before" else {})}
+
+    def row_groups(self, tensor: str, model: GPTConfig) -> int:
+        """Groups of rows of a tensor of several weights, each of which has rows of all of them."""
+        del tensor, model
+        return 1
+
+    def takes_turns(self, tensor: str) -> bool:
+        """Whether the weights of a tensor take turns in its last dimension."""
+        del tensor
+        return False
+
+    def adapt(self, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+        """Tensors of a file under the names, and with the shapes, that the model needs."""
+        return tensors if self.experts is None else self.experts.adapt(tensors, shapes)

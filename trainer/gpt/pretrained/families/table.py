@@ -1,0 +1,96 @@
+"""The families by `model_type`. One of known parts is a line here. Imports no jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.config import GPTConfig
+from startrail_jax.errors import UnsupportedError
+from trainer.gpt.pretrained.families.experts import (
+    COUNTS,
+    DENSE,
+    LOSSES,
+    NORMALISED_SHARES,
+    SIZES,
+    Experts,
+)
+from trainer.gpt.pretrained.families.family import CHOICE, OPTIONS, SCALES, WINDOWS, Family
+from trainer.gpt.pretrained.families.gemma import GEMMA2, GEMMA3
+from trainer.gpt.pretrained.families.gpt_oss import GPT_OSS
+from trainer.gpt.pretrained.families.llama import LLAMA
+from trainer.gpt.pretrained.families.mixtral import MIXTRAL
+from trainer.gpt.pretrained.families.olmo import OLMO, OLMO_HYBRID, OLMOE
+from trainer.gpt.pretrained.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from trainer.gpt.pretrained.families.smollm3 import SMOLLM3
+from trainer.gpt.pretrained.plain import plain
+from trainer.gpt.pretrained.rope import BasesByWindow
+
+NORMALISED = {"qk_norm": True}
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mistral": Family(architecture="MistralForCausalLM", keys=("sliding_window",), windows="all"),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", keys=CHOICE, options={"qkv_bias": True}),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", keys=CHOICE, options=NORMALISED),
+    "smollm3": SMOLLM3,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "qwen3_5_text": QWEN3_5,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        # Published files have `max_window_layers`, which transformers does not read here.
+        keys=(
+            *("sliding_window", "use_sliding_window", "max_window_layers", *COUNTS, *SIZES),
+            *(NORMALISED_SHARES, *DENSE, *LOSSES),
+        ),
+        options=NORMALISED,
+        windows="all_or_none",
+        experts=Experts(),
+    ),
+    "gpt_oss": GPT_OSS,
+    "olmoe": OLMOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
+    "olmo2": Family(architecture="Olmo2ForCausalLM", options=OLMO, windows="no"),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM", keys=WINDOWS, options=OLMO, rope=BasesByWindow()
+    ),
+    "olmo_hybrid": OLMO_HYBRID,
+}
+MULTIMODAL = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3",
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+}
+"""`model_type` of models of images and text -> the family of their text models."""
+TEXT_PARTS = {"qwen3_vl": "qwen3_vl_text"}
+"""`model_type` of models of images and text -> that of their `text_config`, if it is no family."""
+
+
+def family_of(model: GPTConfig) -> str:
+    """The `model_type` of which a model is."""
+    simple = plain(model)
+    for kind, family in FAMILIES.items():
+        if family.fits(simple):
+            return kind
+    options = {name: getattr(model, name) for name in (*OPTIONS, *SCALES, "windows", "mixers")}
+    raise UnsupportedError(
+        f"A model that is exported must be one of {', '.join(FAMILIES)}; got "
+        f"{', '.join(f'{name}={value!r}' for name, value in options.items())}, "
+        f"rope.bases={model.rope.bases}, rope.channels={model.rope.channels}, "
+        f"rope.scaling={model.rope.scaling!r}, rope.stretches={model.rope.stretches!r}, which "
+        "none of them has together. Train one of theirs."
+    )
+
+
+def rotary_values(model: GPTConfig) -> dict[str, Any]:
+    """The values of a config.json that say what the rotary positions of a model are."""
+    return FAMILIES[family_of(model)].rope.values(model)
+
+
+def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
+    """The values of a config.json: `describe` gives the model again."""
+    kind = family_of(model)
+    return FAMILIES[kind].values(model, kind, length=length, dtype=dtype)

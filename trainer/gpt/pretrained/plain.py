@@ -1,0 +1,68 @@
+"""The simplest form of the config of a model: two models are equal if theirs are. Imports no
+jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from models.config import GPTConfig, RopeConfig
+from startrail_jax.patterns import shortest
+
+
+def plain(model: GPTConfig) -> GPTConfig:
+    """The same model, said in the simplest way: two models are equal if these are."""
+    if model.scale_dim == model.head_dim:
+        model = replace(model, scale_dim=None)
+    stretches = model.rope.stretches if stretches_some(model) else "all"
+    channels = None if model.rope.channels == model.head_dim else model.rope.channels
+    rope = replace(model.rope, stretches=stretches, channels=channels)
+    feed_forwards = pattern(model.layer_feed_forwards)
+    model = replace(model, mixers=pattern(model.layer_mixers), feed_forwards=feed_forwards)
+    if "experts" in feed_forwards:
+        width = model.experts.of_model(model).width
+        # Without dense layers, there is no MLP.
+        mlp_width = model.mlp_width if "mlp" in feed_forwards else width
+        model = replace(model, experts=replace(model.experts, width=width), mlp_width=mlp_width)
+    if "linear" in model.mixers:
+        linear = model.linear.of_model(model)
+        norm_eps = None if linear.norm_eps == model.norm_eps else linear.norm_eps
+        norms = None if linear.norms == model.norms else linear.norms
+        model = replace(model, linear=replace(linear, norm_eps=norm_eps, norms=norms))
+    rope = replace(rope, bases=pattern(_like_attention(model, model.layer_bases)))
+    return replace(model, rope=rope, windows=pattern(_like_attention(model, model.layer_windows)))
+
+
+def pattern(layers: Sequence[Any]) -> tuple[Any, ...]:
+    """The shortest list that says what each layer has, by `none` where that is None."""
+    return tuple("none" if x is None else x for x in shortest(layers))
+
+
+def without_rope(model: GPTConfig) -> tuple[GPTConfig, tuple[bool, ...]]:
+    """The model without what config.json has in another form, or not at all."""
+    same = replace(without_losses(model), rope=RopeConfig(), dtype="float32")
+    return same, tuple(base is None for base in model.layer_bases)
+
+
+def without_losses(model: GPTConfig) -> GPTConfig:
+    """The model in its simplest form, without what changes no logits."""
+    model = plain(model)
+    if "experts" not in model.feed_forwards:
+        return model
+    losses: dict[str, Any] = {"balance_loss": 0.0, "balance_over": "layer", "z_loss": 0.0}
+    return replace(model, experts=replace(model.experts, **losses))
+
+
+def stretches_some(model: GPTConfig) -> bool:
+    """Whether positions are stretched in the layers without a window, and there are others."""
+    rope = model.rope
+    mixed = set(model.layer_windows) != {None}
+    return rope.stretches == "global" and rope.scaling != "none" and mixed
+
+
+def _like_attention(model: GPTConfig, layers: Sequence[Any]) -> tuple[Any, ...]:
+    """An entry for each layer: layers without attention have that of the first one with it."""
+    pairs = tuple(zip(model.layer_mixers, layers, strict=True))
+    first = next(entry for mixer, entry in pairs if mixer == "attention")
+    return tuple(entry if mixer == "attention" else first for mixer, entry in pairs)
