@@ -79,6 +79,7 @@ CASES = {
     ),
     "qwen2_yarn": ("Qwen2", dict(rope_parameters=ROPE_YARN), "bfloat16"),
     "qwen3": ("Qwen3", dict(tie_word_embeddings=True), "float32"),
+    "seed_oss": ("SeedOss", dict(attention_dropout=0.0, residual_dropout=0.0), "float32"),
     # The layer without rotary positions has the window.
     "smollm3": (
         "SmolLM3",

@@ -27,7 +27,7 @@ FURTHER = (
     *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "glm4"),
     *("gpt_neox", "granite", "helium", "hunyuan_v1_dense", "ministral", "ministral3", "nemotron"),
     *("olmo", "persimmon", "phi", "phi3", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl"),
-    *("qwen2_5_vl_text", "qwen3_vl_text", "seed_oss", "stablelm", "starcoder2"),
+    *("qwen2_5_vl_text", "qwen3_vl_text", "stablelm", "starcoder2"),
 )
 """Types of model beside `FAMILIES` whose layers are attention and an MLP."""
 WITHOUT_GATE = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")

@@ -14,7 +14,14 @@ from trainer.gpt.pretrained.families.experts import (
     SIZES,
     Experts,
 )
-from trainer.gpt.pretrained.families.family import CHOICE, OPTIONS, SCALES, WINDOWS, Family
+from trainer.gpt.pretrained.families.family import (
+    CHOICE,
+    OPTIONS,
+    SCALES,
+    SILU,
+    WINDOWS,
+    Family,
+)
 from trainer.gpt.pretrained.families.gemma import GEMMA2, GEMMA3
 from trainer.gpt.pretrained.families.gpt_oss import GPT_OSS
 from trainer.gpt.pretrained.families.llama import LLAMA
@@ -31,6 +38,13 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(architecture="MistralForCausalLM", keys=("sliding_window",), windows="all"),
     "qwen2": Family(architecture="Qwen2ForCausalLM", keys=CHOICE, options={"qkv_bias": True}),
     "qwen3": Family(architecture="Qwen3ForCausalLM", keys=CHOICE, options=NORMALISED),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM",
+        keys=("residual_dropout",),
+        only=SILU | {"attention_bias": (True,), "attention_out_bias": (False,)},
+        options={"qkv_bias": True},
+        windows="no",
+    ),
     "smollm3": SMOLLM3,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
