@@ -236,10 +236,10 @@ def find_run(
 
 def _read(words: list[str]) -> TrainConfig:
     config = read_command_line(words).settings
-    if config.optimizer.kind == "muon":
+    if config.optimizer.kind != "adamw":
         raise InputError(
-            "A plan needs optimizer.kind='adamw'; got 'muon', the memory of whose products is not "
-            "predicted. Leave it out."
+            f"A plan needs optimizer.kind='adamw'; got {config.optimizer.kind!r}, whose memory is "
+            "not predicted. Leave it out."
         )
     return config
 

@@ -178,12 +178,12 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or Muon with gradient clipping, and the schedule of the learning rate."""
+    """An optimizer with gradient clipping, and the schedule of the learning rate."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """How gradients become updates: "adamw" (https://arxiv.org/abs/1711.05101), or "muon" for the
-    matrices of the layers, with AdamW for all other weights
-    (https://kellerjordan.github.io/posts/muon)."""
+    kind: Literal["adamw", "lion", "muon"] = "adamw"
+    """How gradients become updates: "adamw" (https://arxiv.org/abs/1711.05101); "lion", with one
+    moment, whose sign is the update (https://arxiv.org/abs/2302.06675); or "muon" for the matrices
+    of the layers, with AdamW for all other weights (https://kellerjordan.github.io/posts/muon)."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
     """The schedule of the learning rate after the warm-up: "cosine" and "linear" fall from the peak
     until the end; "constant" stays there; "wsd" (warm-up, stable, decay;
@@ -206,9 +206,9 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest global norm of the gradient; longer gradients are scaled down to it."""
     beta1: float = 0.9
-    """Decay of the moving average of the gradient."""
+    """Decay of the moving average of the gradient; for Lion, its share in an update."""
     beta2: float = 0.95
-    """Decay of the moving average of the squared gradient."""
+    """Decay of the moving average of the squared gradient; for Lion, of the gradient."""
     epsilon: float = 1e-8
     """What AdamW adds to the root of the averaged squared gradient."""
     momentum: float | None = None
@@ -230,6 +230,11 @@ class OptimizerConfig:
                     f"{getattr(self, name)}, {setting}={getattr(self, setting)!r}. Leave it out, "
                     f"or use --optimizer.{setting} {needed}."
                 )
+        if self.kind == "lion" and self.epsilon != type(self).epsilon:
+            raise InputError(
+                "optimizer.epsilon needs an optimizer that divides by a moment; got epsilon="
+                f"{self.epsilon}, kind='lion'. Leave it out, or use --optimizer.kind adamw."
+            )
         if self.final_share is not None and self.schedule in ENDLESS:
             raise InputError(
                 "optimizer.final_share needs a schedule that ends with a share of the peak; got "

@@ -58,11 +58,11 @@ class Planner:
     def choose(self, devices: Sequence[Any]) -> PlannedMesh:
         """Measures the devices, and chooses."""
         config = self.config
-        if config.optimizer.kind == "muon":
+        if config.optimizer.kind != "adamw":
             raise InputError(
                 f"--plan needs optimizer.kind='adamw'; got --plan {config.plan} and "
-                "optimizer.kind='muon', the memory of whose products is not predicted. Leave out "
-                "--plan, and give the mesh by --mesh flags: --optimizer.kind adamw --plan show "
+                f"optimizer.kind={config.optimizer.kind!r}, whose memory is not predicted. Leave "
+                "out --plan, and give the mesh by --mesh flags: --optimizer.kind adamw --plan show "
                 "ranks them."
             )
         lengths = self._lengths() if config.whole_documents else None
@@ -103,10 +103,10 @@ class Planner:
         Inside one node of known GPUs, it is the fastest by their data sheet, since kernels and
         memory decide there, and that of the fewest bytes if none is predicted to fit. It is None
         where nothing is predicted: without a `data_sheet_cluster`, and for one device, whole
-        documents, Muon, or a given degree of team, group or ring.
+        documents, another optimizer than AdamW, or a given degree of team, group or ring.
         """
         config, mesh = self.config, self.config.mesh
-        if config.whole_documents or config.optimizer.kind == "muon" or len(devices) == 1:
+        if config.whole_documents or config.optimizer.kind != "adamw" or len(devices) == 1:
             return None
         cluster = data_sheet_cluster(devices, devices_per_node=mesh.devices_per_node)
         if cluster is None or any(mesh.degrees[role] is not None for role in OPEN):

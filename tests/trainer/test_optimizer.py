@@ -130,6 +130,9 @@ SETTINGS = {
 }
 
 
+LION = OptimizerConfig(kind="lion", learning_rate=3e-3, weight_decay=0.0)
+
+
 def losses_of(program, state):
     rng = np.random.default_rng(0)
 
@@ -142,18 +145,19 @@ def losses_of(program, state):
     return train_steps(program, state, (batch() for _ in range(STEPS)))[0][:, 0]
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    program = make_program(CONFIG, st.Degrees())
+@pytest.fixture(scope="module", params=[MUON, LION], ids=lambda x: x.kind)
+def one_device(request):
+    config = dataclasses.replace(CONFIG, optimizer=request.param)
+    program = make_program(config, st.Degrees())
     state = jax.device_get(program.initialise())
-    return state, losses_of(program, state)
+    return config, state, losses_of(program, state)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "changes"), SETTINGS.values(), ids=SETTINGS.keys())
-def test_losses_with_muon_do_not_depend_on_the_mesh(degrees, changes, one_device):
-    state, expected = one_device
-    losses = losses_of(make_program(dataclasses.replace(CONFIG, **changes), degrees), state)
+def test_losses_do_not_depend_on_the_mesh(degrees, changes, one_device):
+    config, state, expected = one_device
+    losses = losses_of(make_program(dataclasses.replace(config, **changes), degrees), state)
     assert losses[-1] < losses[0] - 0.3
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
@@ -232,6 +236,25 @@ def test_epsilon_is_that_of_adamw(kind):
     updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
     x, rate = np.asarray(gradients["embedding"]), float(learning_rate(config, 10)(0))
     np.testing.assert_allclose(updates["embedding"], -rate * x / (np.abs(x) + 0.25), rtol=1e-5)
+
+
+def test_lion_steps_by_the_sign_of_its_moment():
+    """Two steps beside algorithm 2 of https://arxiv.org/abs/2302.06675, with decay of matrices."""
+    config = OptimizerConfig(kind="lion", learning_rate=0.5, warmup_steps=0, clip_norm=1e9)
+    declared = stacked("blocks", {"up/kernel": projection("width | mlp")})
+    optimizer, rng = make_optimizer(config, 10, declared), np.random.default_rng(0)
+    weights = {"blocks": {"up": {"kernel": jnp.asarray(rng.normal(size=(2, 3, 5)))}}}
+    state, moment = optimizer.init(weights), 0.0
+    for step in range(2):
+        gradient = rng.normal(size=(2, 3, 5)).astype(np.float32)
+        gradients = jax.tree.map(lambda _, x=gradient: jnp.asarray(x), weights)
+        updates, state = optimizer.update(gradients, state, weights)
+        (weight,), (update,) = (jax.tree.leaves(x) for x in (weights, updates))
+        signs = np.sign(0.9 * moment + 0.1 * gradient)
+        expected = -float(learning_rate(config, 10)(step)) * (signs + 0.1 * np.asarray(weight))
+        np.testing.assert_allclose(update, expected, rtol=1e-6)
+        moment = 0.95 * moment + 0.05 * gradient
+        weights = jax.tree.map(jnp.add, weights, updates)
 
 
 def test_wsd_may_have_neither_warm_up_nor_end():

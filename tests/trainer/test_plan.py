@@ -590,6 +590,7 @@ def test_where_nothing_fits_the_least_memory_is_said(capsys):
                 ("gpt_7b", "--model.head-dim 127", "model.head_dim must be even"),
                 ("gpt_7b", "--model.windows 512 0", "model.windows must be one or more numbers"),
                 ("gpt_7b", "--optimizer.kind muon", "A plan needs optimizer.kind='adamw'"),
+                ("gpt_7b", "--optimizer.kind lion", "got 'lion'"),
                 ("gpt_7b", "--mesh.order rings_inside", "--mesh.order must be left out of a plan"),
                 ("gpt_7b", "--gradient-accumulation 2", "Plan the --batch-size of a part"),
                 ("gpt_7b", "--model.layer 2", "--model.layer"),

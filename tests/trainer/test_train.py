@@ -186,6 +186,7 @@ WRONG_PARTS = {
         *({"learning_rate": 0.0}, {"clip_norm": float("inf")}),
         *({"warmup_fraction": 1.0}, {"weight_decay": -1.0}),
         ({"momentum": 0.9}, "optimizer.kind='muon'"),
+        ({"kind": "lion", "epsilon": 1e-6}, "kind='lion'"),
         ({"decay_fraction": 0.1}, "optimizer.schedule='wsd'"),
         ({"schedule": "wsd", "warmup_fraction": 0.9}, "warmup_fraction=0.9"),
         ({"schedule": "wsd", "decay_fraction": 1.0}, "decay_fraction=1.0"),

@@ -1,4 +1,4 @@
-"""AdamW or Muon, with clipping, linear warm-up and the course of the learning rate after it."""
+"""Optimizers, with clipping, linear warm-up and the course of the learning rate after it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,15 @@ def make_optimizer(
     """The optimizer of a run of `steps` steps, for a model of these weights; the devices of
     `partition` share Muon's products."""
     rate = learning_rate(config, steps)
-    adamw = optax.adamw(
+    rule = OPTIMIZERS[config.kind](config, rate, weights, partition)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+def _adamw(
+    config: OptimizerConfig, rate: Any, weights: Mapping[str, Weight], partition: Partition | None
+) -> optax.GradientTransformation:
+    del partition
+    return optax.adamw(
         rate,
         b1=config.beta1,
         b2=config.beta2,
@@ -77,23 +85,40 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         mask=partial(_decayed, weights),
     )
-    clip = optax.clip_by_global_norm(config.clip_norm)
-    if config.kind == "adamw":
-        return optax.chain(clip, adamw)
+
+
+def _lion(
+    config: OptimizerConfig, rate: Any, weights: Mapping[str, Weight], partition: Partition | None
+) -> optax.GradientTransformation:
+    del partition
+    return optax.lion(
+        rate,
+        b1=config.beta1,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=partial(_decayed, weights),
+    )
+
+
+def _muon(
+    config: OptimizerConfig, rate: Any, weights: Mapping[str, Weight], partition: Partition | None
+) -> optax.GradientTransformation:
+    momentum = MOMENTUM if config.momentum is None else config.momentum
     muon = optax.chain(
-        _scale_by_muon(
-            MOMENTUM if config.momentum is None else config.momentum, weights, partition
-        ),
+        _scale_by_muon(momentum, weights, partition),
         optax.stateless(partial(_as_large_as_adamw, weights)),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
     )
-    return optax.chain(
-        clip, optax.partition({"muon": muon, "adamw": adamw}, partial(_kinds, weights))
-    )
+    rules = {"muon": muon, "adamw": _adamw(config, rate, weights, partition)}
+    return optax.partition(rules, partial(_rules, weights))
 
 
-def _kinds(declared: Mapping[str, Weight], weights: Any) -> Any:
+OPTIMIZERS = {"adamw": _adamw, "lion": _lion, "muon": _muon}
+"""`optimizer.kind` -> the update of clipped gradients."""
+
+
+def _rules(declared: Mapping[str, Weight], weights: Any) -> Any:
     """What updates each weight. Muon is made for the matrices between the activations of layers."""
 
     return jax.tree_util.tree_map_with_path(
