@@ -110,8 +110,8 @@ def _muon(
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
     )
-    rules = {"muon": muon, "adamw": _adamw(config, rate, weights, partition)}
-    return optax.partition(rules, partial(_rules, weights))
+    adamw = _adamw(config, rate, weights, partition)
+    return optax.partition({"muon": muon, "adamw": adamw}, partial(_rules, weights))
 
 
 OPTIMIZERS = {"adamw": _adamw, "lion": _lion, "muon": _muon}

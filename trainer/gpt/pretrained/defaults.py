@@ -1,6 +1,6 @@
 """What a pretrained model decides of the settings of a run: sizes, tokenizer, tokens around a text.
 
-Imports no jax: `--help` is fast.
+Imports neither jax nor, above its functions, numpy: `--help` is fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from trainer.config import OptimizerConfig
 from trainer.data.opening import read_object
 from trainer.gpt.chat.forms import has_examples
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
-from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.values import CONFIG
 from trainer.run.folder import KEPT_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -43,6 +42,8 @@ def pretrained(folder: Path) -> GPTTrainConfig:
     """Training that goes on from a pretrained model: the default of `train.py --init-from FOLDER`.
     It is not in the table of recipes, since the model is that of the folder. The settings save
     memory and change no loss."""
+    from trainer.gpt.pretrained.config_json import read_description
+
     described = read_description(folder)
     return GPTTrainConfig(
         model=described.model,
@@ -59,6 +60,8 @@ def pretrained(folder: Path) -> GPTTrainConfig:
 def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
     """A config with the model of a folder, and without the tokenizer of another model, the token in
     front of documents and the one that ends completions."""
+    from trainer.gpt.pretrained.config_json import read_description
+
     before, data = config.init_from, config.data
     if before is None or before.resolve() != folder.resolve():
         # Files of tokens name no tokenizer: what ends their documents stays.
