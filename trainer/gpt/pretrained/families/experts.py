@@ -43,7 +43,7 @@ _OF_ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class ExpertLayers:
     """The layers of experts of a family."""
 
     config: ExpertsConfig = field(default_factory=ExpertsConfig)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from models.config import GPTConfig
 from models.parts.gpt import stack_pairs
 from startrail_jax.errors import UnsupportedError
-from trainer.gpt.pretrained.families.experts import Experts
+from trainer.gpt.pretrained.families.experts import ExpertLayers
 from trainer.gpt.pretrained.plain import pattern
 from trainer.gpt.pretrained.rope import FULL, SLIDING, OneBase, rope_length
 from trainer.gpt.pretrained.values import ConfigValues
@@ -95,7 +95,7 @@ class Family:
     """Which layers may have a window."""
     rope: OneBase = field(default_factory=OneBase)
     """Rotary positions."""
-    experts: Experts | None = None
+    experts: ExpertLayers | None = None
     """Layers of experts."""
     mixers: ClassVar[tuple[str, ...]] = ("attention",)
     layer_types: ClassVar[tuple[str, str]] = (FULL, SLIDING)

@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 
 from models.config import GPTConfig
 from models.parts.experts import ExpertsConfig
-from trainer.gpt.pretrained.families.experts import COUNTS, LIKE_MLP, LOSSES, Experts, replaced
+from trainer.gpt.pretrained.families.experts import COUNTS, LIKE_MLP, LOSSES, ExpertLayers, replaced
 from trainer.gpt.pretrained.families.family import SILU, WINDOWS, Family
 from trainer.gpt.pretrained.rope import OneBase
 from trainer.weights.files import Tensors
@@ -107,7 +107,7 @@ GPT_OSS = GptOss(
     only=SILU | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,), "attention_bias": (True,)},
     options={"qkv_bias": True, "out_bias": True, "sinks": True},
     rope=BetweenPairs(),
-    experts=Experts(
+    experts=ExpertLayers(
         config=ExpertsConfig(activation="clamped", biases=True),
         sizes=LIKE_MLP,
         count=COUNTS[1],

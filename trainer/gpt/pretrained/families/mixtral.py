@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.gpt.pretrained.families.experts import COUNTS, LIKE_MLP, LOSSES, Experts
+from trainer.gpt.pretrained.families.experts import COUNTS, LIKE_MLP, LOSSES, ExpertLayers
 from trainer.gpt.pretrained.families.family import SILU, Family
 from trainer.weights.places import TRANSPOSED
 
@@ -11,7 +11,7 @@ MIXTRAL = Family(
     keys=("sliding_window", *COUNTS, *LIKE_MLP, *LOSSES),
     only=SILU | {"router_jitter_noise": (0.0,)},
     windows="all_or_none",
-    experts=Experts(
+    experts=ExpertLayers(
         sizes=LIKE_MLP,
         count=COUNTS[1],
         tensors={

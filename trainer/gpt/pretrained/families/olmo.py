@@ -21,7 +21,7 @@ from trainer.gpt.pretrained.families.experts import (
     LIKE_MLP,
     LOSSES,
     NORMALISED_SHARES,
-    Experts,
+    ExpertLayers,
 )
 from trainer.gpt.pretrained.families.family import SILU, Family
 from trainer.gpt.pretrained.families.hybrid import SIZES, Hybrid
@@ -163,7 +163,7 @@ OLMOE = Olmoe(
     only=SILU | {"clip_qkv": (None,)},
     options={"qk_norm": True, "qk_norm_over": "heads"},
     windows="no",
-    experts=Experts(sizes=LIKE_MLP),
+    experts=ExpertLayers(sizes=LIKE_MLP),
 )
 OLMO_HYBRID = OlmoHybrid(
     architecture="OlmoHybridForCausalLM",

@@ -15,7 +15,7 @@ from trainer.gpt.pretrained.families.experts import (
     LOSSES,
     NORMALISED_SHARES,
     WITH_SHARED,
-    Experts,
+    ExpertLayers,
 )
 from trainer.gpt.pretrained.families.family import SILU
 from trainer.gpt.pretrained.families.hybrid import SIZES, Hybrid
@@ -99,7 +99,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     architecture="Qwen3_5MoeForCausalLM",
     keys=(*QWEN3_5.keys, *COUNTS, *WITH_SHARED, *LOSSES),
-    experts=Experts(config=ExpertsConfig(shared_width=1, shared_gate=True), sizes=WITH_SHARED),
+    experts=ExpertLayers(config=ExpertsConfig(shared_width=1, shared_gate=True), sizes=WITH_SHARED),
 )
 QWEN3_NEXT = Qwen3Next(
     architecture="Qwen3NextForCausalLM",

@@ -12,7 +12,7 @@ from trainer.gpt.pretrained.families.experts import (
     LOSSES,
     NORMALISED_SHARES,
     SIZES,
-    Experts,
+    ExpertLayers,
 )
 from trainer.gpt.pretrained.families.family import (
     CHOICE,
@@ -59,7 +59,7 @@ FAMILIES: dict[str, Family] = {
         ),
         options=NORMALISED,
         windows="all_or_none",
-        experts=Experts(),
+        experts=ExpertLayers(),
     ),
     "gpt_oss": GPT_OSS,
     "olmoe": OLMOE,
