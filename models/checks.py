@@ -35,11 +35,11 @@ def check_range(
         raise InputError(f"{name} must be {rule}; got {field}={value}. {way_out}")
 
 
-def check_used(part: str, config: Any, *, used: bool, needs: str, got: str, flags: str) -> None:
+def check_used(section: str, config: Any, *, used: bool, needs: str, got: str, flags: str) -> None:
     """Raises if options of layers are set that a model has not.
 
     Args:
-        part: name of the options, such as "linear".
+        section: name of the options, such as "linear".
         config: the options, a dataclass.
         used: whether the model has such layers.
         needs: what the options need.
@@ -49,5 +49,5 @@ def check_used(part: str, config: Any, *, used: bool, needs: str, got: str, flag
     changed = [name for name, x in vars(config).items() if x != getattr(type(config), name)]
     if changed and not used:
         raise InputError(
-            f"model.{part}.{changed[0]} needs {needs}; got {got}. Use {flags}, or leave it out."
+            f"model.{section}.{changed[0]} needs {needs}; got {got}. Use {flags}, or leave it out."
         )

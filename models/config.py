@@ -204,11 +204,11 @@ class GPTConfig:
             "windows": self.windows,
             "rope.bases": self.rope.bases,
         }
-        for name, given in patterns.items():
-            if len(given) > self.layers:
+        for name, pattern in patterns.items():
+            if len(pattern) > self.layers:
                 raise InputError(
                     f"model.{name} must have no more entries than the model has layers; got "
-                    f"{name}={given}, layers={self.layers}. Leave the last ones out."
+                    f"{name}={pattern}, layers={self.layers}. Leave the last ones out."
                 )
         if "attention" not in self.layer_mixers:
             raise InputError(

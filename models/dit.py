@@ -202,9 +202,9 @@ class DiTStream(nnx.Module):
         def feed_forward(x: Array) -> Array:
             return reduce(self.mlp(copy(x)))
 
-        own = copy(modulate(x, shift, scale))
-        query, own = compute_first(projected(self.query(own)), own)
-        out = attend(query, projected(self.key(own)), projected(self.value(own)))
+        modulated = copy(modulate(x, shift, scale))
+        query, modulated = compute_first(projected(self.query(modulated)), modulated)
+        out = attend(query, projected(self.key(modulated)), projected(self.value(modulated)))
         x = add_gated(x, gate, projected(reduce(self.out(out))))
         # A tile may hold tokens of several rows, so that modulation, by row, stays outside of it.
         mlp = self.hooks.tiled(feed_forward)
@@ -221,5 +221,5 @@ def grid_sinusoids(positions: Int32[Array, "B T 3"], width: int) -> Float32[Arra
     row = (pairs - frame) // 2
     parts = (frame, row, pairs - frame - row)
     return jnp.concatenate(
-        [sinusoids(positions[:, :, i], 2 * part) for i, part in enumerate(parts)], axis=-1
+        [sinusoids(positions[:, :, i], 2 * count) for i, count in enumerate(parts)], axis=-1
     )

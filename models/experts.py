@@ -110,8 +110,8 @@ class Experts(nnx.Module):
         down = nnx.initializers.variance_scaling(out_gain**2, "fan_in", "normal", batch_axis=0)
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         for path, weight in experts.weights_of(config).items():
-            name, _, kind = path.partition("/")
-            if weight.of_experts and kind:
+            name, _, leaf = path.partition("/")
+            if weight.of_experts and leaf:
                 init = down if weight.init == "out" else _OF_EXPERTS
                 shape = weight.shape(sizes)
                 setattr(self, name, ExpertLinear(init(rngs.params(), shape, jnp.float32)))
@@ -201,8 +201,8 @@ class Experts(nnx.Module):
             }
         scales = tuple((name, x.scale) for name, x in projections.items())
         expert = functools.partial(_expert, self.config.activation, scales)
-        given = (weights, copy(tokens), to, copy(by))
-        out: Any = by_dispatch(expert, axes, *given) if axes else by_group(expert, *given)
+        arguments = (weights, copy(tokens), to, copy(by))
+        out: Any = by_dispatch(expert, axes, *arguments) if axes else by_group(expert, *arguments)
         # Sums over devices, too, are of float32 numbers.
         out = reduce(out)
         if self.expert_down_bias is not None:
@@ -338,7 +338,7 @@ def _backward(expert: Any, arguments: Any, dout: Array) -> tuple[Any, ...]:
     return dweights, dx.astype(x.dtype), None, dshares.reshape(shares.shape)
 
 
-by_group.defvjp(lambda expert, *given: (by_group(expert, *given), given), _backward)
+by_group.defvjp(lambda expert, *arguments: (by_group(expert, *arguments), arguments), _backward)
 
 
 DISPATCHES = 4
@@ -368,8 +368,8 @@ def by_dispatch(
 
     def step(number: Array, out: Array) -> Array:
         rows, token = dispatch.rows(number)
-        there, to, by = dispatch.sent(rows, token, x, shares)
-        back: Any = by_group(expert, weights, there, to, by)
+        received, to, by = dispatch.sent(rows, token, x, shares)
+        back: Any = by_group(expert, weights, received, to, by)
         back = dispatch.exchange(back.astype(x.dtype).reshape(*rows.shape, -1))
         return out.at[token].add(back.astype(jnp.float32), mode="drop")
 
@@ -383,10 +383,10 @@ def _dispatch_backward(expert: Any, axes: Any, arguments: Any, dout: Array) -> t
     def step(number: Array, sums: Any) -> Any:
         dweights, dx, dshares = sums
         rows, token = dispatch.rows(number)
-        there, to, by = dispatch.sent(rows, token, x, shares)
+        received, to, by = dispatch.sent(rows, token, x, shares)
         of_rows = dout.astype(x.dtype).at[token].get(mode="fill", fill_value=0)
-        of_rows = dispatch.exchange(of_rows).reshape(there.shape).astype(jnp.float32)
-        of_weights, of_x, _, of_shares = _backward(expert, (weights, there, to, by), of_rows)
+        of_rows = dispatch.exchange(of_rows).reshape(received.shape).astype(jnp.float32)
+        of_weights, of_x, _, of_shares = _backward(expert, (weights, received, to, by), of_rows)
         of_x, of_shares = (
             dispatch.exchange(y.reshape(*rows.shape, *y.shape[1:])) for y in (of_x, of_shares[:, 0])
         )
@@ -400,7 +400,8 @@ def _dispatch_backward(expert: Any, axes: Any, arguments: Any, dout: Array) -> t
 
 
 by_dispatch.defvjp(
-    lambda expert, axes, *given: (by_dispatch(expert, axes, *given), given), _dispatch_backward
+    lambda expert, axes, *arguments: (by_dispatch(expert, axes, *arguments), arguments),
+    _dispatch_backward,
 )
 
 
@@ -435,8 +436,8 @@ class _Dispatch:
         expert = self._chosen.reshape(-1).at[rows].get(**options) % self._experts
         expert = jnp.where(rows < self._chosen.size, expert, self._experts)
         share = shares.reshape(-1).at[rows].get(**options)
-        there = self.exchange(x.at[token].get(**options)).reshape(-1, x.shape[1])
-        return there, *(self.exchange(y).reshape(-1, 1) for y in (expert, share))
+        received = self.exchange(x.at[token].get(**options)).reshape(-1, x.shape[1])
+        return received, *(self.exchange(y).reshape(-1, 1) for y in (expert, share))
 
     def exchange(self, x: Shaped[Array, "P ..."]) -> Shaped[Array, "P ..."]:
         """Part i goes to device i, and what comes from it takes its place."""
@@ -467,9 +468,9 @@ def _weights_of(narrow: Any, expert: Array) -> Any:
 
 def _zero_gradients(weights: Any, x: Array, shares: Array, dout: Array) -> tuple[Any, Array, Array]:
     """Zeros to which the gradients of weights, x and shares are added; of shares in one row."""
-    given = (weights, x, shares, dout)
-    of_weights = jax.tree.map(lambda w: _zeros(w.shape, given), weights)
-    return of_weights, _zeros(x.shape, given), _zeros(shares.size, given)
+    arrays = (weights, x, shares, dout)
+    of_weights = jax.tree.map(lambda w: _zeros(w.shape, arrays), weights)
+    return of_weights, _zeros(x.shape, arrays), _zeros(shares.size, arrays)
 
 
 def _zeros(shape: Any, *like: Any) -> Float32[Array, "..."]:

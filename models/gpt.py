@@ -123,11 +123,11 @@ class GPT(nnx.Module):
         make_norm = MakeNorm(config.norm_eps, config.norm_offset)
 
         def make_block(mixer: str, feed_forward: str, rngs: nnx.Rngs) -> GPTBlock:
-            given: dict[str, Any] = dict(attention_fn=attention_fn, hooks=self.hooks)
-            given |= dict(out_gain=out_gain, rngs=rngs)
+            mixer_options: dict[str, Any] = dict(attention_fn=attention_fn, hooks=self.hooks)
+            mixer_options |= dict(out_gain=out_gain, rngs=rngs)
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
             return GPTBlock(
-                attention=resolve_name(MIXERS[mixer].module)(config, **given),
+                attention=resolve_name(MIXERS[mixer].module)(config, **mixer_options),
                 mlp=Experts(config.experts.of_model(config), **common)
                 if feed_forward == "experts"
                 else MLP(config.mlp, hidden=config.mlp_width, **common),
@@ -140,7 +140,7 @@ class GPT(nnx.Module):
             )
 
         for name, pair in stack_pairs(config).items():
-            count = sum(kind.stack == name for kind in kinds)
+            count = sum(layer_kind.stack == name for layer_kind in kinds)
             stack = nnx.vmap(functools.partial(make_block, *pair), in_axes=0, out_axes=0)
             setattr(self, name, stack(rngs.split(count)))
         self.norm = make_norm(width, rngs=rngs)
@@ -195,16 +195,16 @@ class GPT(nnx.Module):
         graphs, weights = self._split()
 
         def run_block(
-            kind: Kind,
+            layer_kind: Kind,
             weights: Any,
             x: Array,
             rotation: Rotation,
             segment_ids: Array | None,
             token_weights: Array | None,
         ) -> tuple[Array, Added | None]:
-            block = nnx.merge(graphs[kind.stack], weights)
+            block = nnx.merge(graphs[layer_kind.stack], weights)
             attend = block.attention.uncached(segment_ids)
-            x, _, route = block(x, rotation, kind.window, attend, token_weights)
+            x, _, route = block(x, rotation, layer_kind.window, attend, token_weights)
             return x, None if route is None else Added(
                 route.auxiliary, route.balance, route.busiest
             )
@@ -219,9 +219,11 @@ class GPT(nnx.Module):
 
             def step(carry: Any, weights: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
                 x, added = carry
-                for kind, own in stretch.each(weights):
-                    rotation = rotations[kind.rope]
-                    x, new = layers[kind](own, x, rotation, segment_ids, token_weights)
+                for layer_kind, layer_weights in stretch.each(weights):
+                    rotation = rotations[layer_kind.rope]
+                    x, new = layers[layer_kind](
+                        layer_weights, x, rotation, segment_ids, token_weights
+                    )
                     added = added if new is None else jax.tree.map(jnp.add, added, new)
                 return (x, added), None
 
@@ -254,11 +256,11 @@ class GPT(nnx.Module):
         graphs, weights = self._split()
 
         def run_block(
-            kind: Kind, weights: Any, x: Array, rotation: Rotation, number: Array, cache: Any
+            layer_kind: Kind, weights: Any, x: Array, rotation: Rotation, number: Array, cache: Any
         ) -> tuple[Array, Any]:
-            block = nnx.merge(graphs[kind.stack], weights)
-            own = functools.partial(attend[kind.stack], cache, number)
-            return block(x, rotation, kind.window, own)[:2]
+            block = nnx.merge(graphs[layer_kind.stack], weights)
+            attend_layer = functools.partial(attend[layer_kind.stack], cache, number)
+            return block(x, rotation, layer_kind.window, attend_layer)[:2]
 
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
@@ -271,10 +273,12 @@ class GPT(nnx.Module):
 
             def step(carry: Any, inputs: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
                 x, caches = carry
-                for kind, entry in stretch.each(inputs):
-                    (own, number), cache = layer_of(entry), caches[kind.stack]
-                    x, cache = layers[kind](own, x, rotations[kind.rope], number, cache)
-                    caches = {**caches, kind.stack: cache}
+                for layer_kind, entry in stretch.each(inputs):
+                    (layer_weights, number), cache = layer_of(entry), caches[layer_kind.stack]
+                    x, cache = layers[layer_kind](
+                        layer_weights, x, rotations[layer_kind.rope], number, cache
+                    )
+                    caches = {**caches, layer_kind.stack: cache}
                 return (x, caches), None
 
             carry, _ = lax.scan(step, carry, stretch.grouped(numbered))
@@ -290,16 +294,21 @@ class GPT(nnx.Module):
     @property
     def _kinds(self) -> tuple[Kind, ...]:
         """The kinds of layers, in the order of the layers: all processes trace the same program."""
-        return tuple(dict.fromkeys(kind for stretch in self.stretches for kind in stretch.kinds))
+        return tuple(
+            dict.fromkeys(layer_kind for stretch in self.stretches for layer_kind in stretch.kinds)
+        )
 
     def _wrapped(self, run_block: Callable[..., Any]) -> dict[Kind, Callable[..., Any]]:
         """The function of a layer of each kind."""
         wrap = self.hooks.wrap_layer
-        return {kind: wrap(functools.partial(run_block, kind), kind.stack) for kind in self._kinds}
+        return {
+            layer_kind: wrap(functools.partial(run_block, layer_kind), layer_kind.stack)
+            for layer_kind in self._kinds
+        }
 
     def _rotations(self, positions: Int32[Array, "B T"]) -> dict[Rope | None, Rotation]:
         """The rotation of each kind of layer, which is computed once for all layers."""
-        ropes = dict.fromkeys(kind.rope for kind in self._kinds)
+        ropes = dict.fromkeys(layer_kind.rope for layer_kind in self._kinds)
         return {rope: None if rope is None else rope.rotation(positions) for rope in ropes}
 
     def _embed(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T width"]:

@@ -18,7 +18,7 @@ def _unchanged(x: Any, parts: int = 1) -> Any:
     return x
 
 
-def _run_layer(layer: Callable[..., Any], part: str = ATTENTION) -> Callable[..., Any]:
+def _run_layer(layer: Callable[..., Any], stack: str = ATTENTION) -> Callable[..., Any]:
     return lambda weights, *arguments: layer(layer_of(weights), *arguments)
 
 

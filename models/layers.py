@@ -183,7 +183,7 @@ class MLP(nnx.Module):
 
     def __init__(
         self,
-        kind: Literal["swiglu", "geglu", "gelu"],
+        activation: Literal["swiglu", "geglu", "gelu"],
         *,
         width: int,
         hidden: int,
@@ -195,7 +195,7 @@ class MLP(nnx.Module):
         """Builds the projections.
 
         Args:
-            kind: "swiglu" and "geglu" have a gate and three matrices, "gelu" has two.
+            activation: "swiglu" and "geglu" have a gate and three matrices, "gelu" has two.
             width: channels of inputs and outputs.
             hidden: channels between the projections.
             out_gain: standard deviation of the outputs of `down` for inputs of variance 1.
@@ -203,8 +203,8 @@ class MLP(nnx.Module):
             dtype: type of activations and matrix products.
             rngs: source of the initial weights.
         """
-        self.activation = jax.nn.silu if kind == "swiglu" else jax.nn.gelu
-        weights = mlp.weights_of("hidden", gated=kind != "gelu", biased=bias)
+        self.activation = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
+        weights = mlp.weights_of("hidden", gated=activation != "gelu", biased=bias)
         sizes = {"width": width, "hidden": hidden}
         give_weights(self, weights, sizes, out_gain=out_gain, dtype=dtype, rngs=rngs)
 

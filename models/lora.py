@@ -93,10 +93,10 @@ def add_adapters(
     for path, weight in list(nnx.iter_graph(model)):
         if isinstance(weight, nnx.Param) and not weights["/".join(map(str, path))].is_vector:
             weight.set_value(weight[...].astype(base_dtype))
-    for part in layer_stacks(weights):
-        for path, module in list(nnx.iter_modules(getattr(model, part))):
+    for stack in layer_stacks(weights):
+        for path, module in list(nnx.iter_modules(getattr(model, stack))):
             for name in sorted(targets):  # The order in which they are given changes nothing.
-                declared = weights.get("/".join((part, *map(str, path), name, "kernel")))
+                declared = weights.get("/".join((stack, *map(str, path), name, "kernel")))
                 if declared is None or not declared.projects:
                     continue
                 base = getattr(module, name)

@@ -52,22 +52,24 @@ class Stretch:
         dimension of its own.
         """
 
-        def one(stack: str, own: int) -> Any:
-            first, count = self.first[stack], self.groups * own
+        def one(stack: str, per_group: int) -> Any:
+            first, count = self.first[stack], self.groups * per_group
 
             def cut(x: Any) -> Any:
                 if count != len(x):
                     x = x[first : first + count]
-                return x if len(self.kinds) == 1 else x.reshape(self.groups, own, *x.shape[1:])
+                return (
+                    x if len(self.kinds) == 1 else x.reshape(self.groups, per_group, *x.shape[1:])
+                )
 
             return jax.tree.map(cut, stacks[stack])
 
-        return {stack: one(stack, own) for stack, own in self._counts.items()}
+        return {stack: one(stack, per_group) for stack, per_group in self._counts.items()}
 
     @property
     def _counts(self) -> dict[str, int]:
         """The layers of a group of each stack."""
-        return Counter(kind.stack for kind in self.kinds)
+        return Counter(layer_kind.stack for layer_kind in self.kinds)
 
     def each(self, group: Any) -> Iterator[tuple[Kind, Any]]:
         """Each layer of a group, with its share of the arrays of `grouped` at one turn.
@@ -78,8 +80,8 @@ class Stretch:
             yield self.kinds[0], group[self.kinds[0].stack]
             return
         layers = {stack: itertools.count() for stack in self._counts}
-        for kind in self.kinds:
-            yield kind, LayerOfGroup(group[kind.stack], next(layers[kind.stack]))
+        for layer_kind in self.kinds:
+            yield layer_kind, LayerOfGroup(group[layer_kind.stack], next(layers[layer_kind.stack]))
 
 
 @jax.tree_util.register_dataclass
@@ -131,9 +133,9 @@ def kinds_of_layers(
 
 def stretches(kinds: Sequence[Kind]) -> tuple[Stretch, ...]:
     """The fewest layers to compile that make up all layers, in the fewest loops."""
-    found, first = [], 0
+    loops, first = [], 0
     for period, turns in loops_of(tuple(kinds)):
-        before = Counter(kind.stack for kind in kinds[:first])
-        found.append(Stretch(before, tuple(kinds[first : first + period]), turns))
+        before = Counter(layer_kind.stack for layer_kind in kinds[:first])
+        loops.append(Stretch(before, tuple(kinds[first : first + period]), turns))
         first += period * turns
-    return tuple(found)
+    return tuple(loops)

@@ -131,8 +131,8 @@ def rotate(
     """
     turns = 2 * rotation.shape[-1]
     if turns < x.shape[-1]:
-        first, rest = x[..., :turns], x[..., turns:]
-        return jnp.concatenate([rotate(first, rotation), rest], axis=-1)
+        first, unrotated = x[..., :turns], x[..., turns:]
+        return jnp.concatenate([rotate(first, rotation), unrotated], axis=-1)
     cos, sin = rotation[:, :, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -190,9 +190,9 @@ class Wan(nnx.Module):
         parts = (self.head_dim - 2 * third, third, third)
         return jnp.concatenate(
             [
-                Rope(head_dim=part).rotation(positions[:, :, axis])
-                for axis, part in enumerate(parts)
-                if part
+                Rope(head_dim=channels).rotation(positions[:, :, axis])
+                for axis, channels in enumerate(parts)
+                if channels
             ],
             axis=-1,
         )
@@ -270,22 +270,22 @@ class WanBlock(nnx.Module):
         self.mlp_bias = _bias(width)
         self.modulation_table = _table(6, width, rngs)
 
-    def __call__(self, x: Float[Array, "B T width"], given: Conditions) -> Array:
+    def __call__(self, x: Float[Array, "B T width"], conditions: Conditions) -> Array:
         """Runs the block."""
         copy = self.hooks.copy_to_tensor
         table = self.modulation_table[...][None, None]
-        modulations = _of_tokens(given.modulations + table, given.time_index)
+        modulations = _of_tokens(conditions.modulations + table, conditions.time_index)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulations
 
         def attend(query: Array, key: Array, value: Array) -> Array:
-            return self.attention_fn(query, key, value, segment_ids=given.segment_ids)
+            return self.attention_fn(query, key, value, segment_ids=conditions.segment_ids)
 
-        own = copy(modulate(x, shift, scale, self.epsilon))
-        x = add_gated(x, gate, self.attention(own, own, attend, given.rotation))
+        modulated = copy(modulate(x, shift, scale, self.epsilon))
+        x = add_gated(x, gate, self.attention(modulated, modulated, attend, conditions.rotation))
         asking = x if self.text_norm is None else self.text_norm(x).astype(self.dtype)
-        attend_whole, image = self.hooks.attend_whole, given.image
+        attend_whole, image = self.hooks.attend_whole, conditions.image
         image = None if image is None else copy(image)
-        x = x + self.text_attention(copy(asking), copy(given.text), attend_whole, image=image)
+        x = x + self.text_attention(copy(asking), copy(conditions.text), attend_whole, image=image)
         # A tile may hold tokens of several rows, so that modulation, by row, stays outside of it.
         mlp = self.hooks.tiled(self._feed_forward)
         return add_gated(x, mlp_gate, mlp(modulate(x, mlp_shift, mlp_scale, self.epsilon)))
@@ -333,7 +333,7 @@ class WanAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T width"],
-        others: Float[Array, "B S width"],
+        context: Float[Array, "B S width"],
         attend: AttentionFn,
         rotation: Float32[Array, "2 B T half"] | None = None,
         image: Float[Array, "B I width"] | None = None,
@@ -341,10 +341,10 @@ class WanAttention(nnx.Module):
         """Attention of x to other tokens, and of the same queries to the tokens of an image."""
         query = biased(projected(self.query(x)), self.query_bias)
         query = _rotated(self.query_norm(query), rotation).astype(x.dtype)
-        query, others = compute_first(query, others)
-        key = biased(projected(self.key(others)), self.key_bias)
+        query, context = compute_first(query, context)
+        key = biased(projected(self.key(context)), self.key_bias)
         key = _rotated(self.key_norm(key), rotation).astype(x.dtype)
-        value = biased(projected(self.value(others)), self.value_bias)
+        value = biased(projected(self.value(context)), self.value_bias)
         out = attend(query, key, value)
         if image is not None:
             assert self.image_key is not None

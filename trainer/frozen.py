@@ -42,6 +42,10 @@ def _near(pattern: str, names: Sequence[str]) -> Sequence[str]:
     parts = [x.strip("*").lower() for x in pattern.split("/")]
 
     def is_near(name: str) -> bool:
-        return any(difflib.get_close_matches(part, name.split("/")) for part in parts if part)
+        return any(
+            difflib.get_close_matches(component, name.split("/"))
+            for component in parts
+            if component
+        )
 
     return list(filter(is_near, names))[:3] or names[:3]

@@ -34,8 +34,8 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
         if {"-h", "--help"} & set(arguments):
             print(printable(__doc__ or ""))
             sys.exit()
-        given = repr(arguments[0]) if arguments else "nothing"
-        exit_with_usage_error(f"The first word must be the folder of a model; got {given}.")
+        first = repr(arguments[0]) if arguments else "nothing"
+        exit_with_usage_error(f"The first word must be the folder of a model; got {first}.")
     folder, *flags = arguments
     default = replace(pretrained(Path(folder)), steps=0)
     flags = ["--init-from", folder, *flags]
@@ -141,5 +141,5 @@ if __name__ == "__main__":
     from trainer.run.exit import exit_on_user_errors
 
     with exit_on_user_errors():
-        wanted = read_command_line(sys.argv[1:])
-        import_pretrained(wanted.settings, wanted.distributed)
+        parsed = read_command_line(sys.argv[1:])
+        import_pretrained(parsed.settings, parsed.distributed)

@@ -192,8 +192,8 @@ class Generator:
     @cached_property
     def _recurrences(self) -> dict[str, Recurrence | None]:
         """The recurrence of the layers of each stack; None for layers with attention."""
-        known, pairs = recurrences_of(self._config), stack_pairs(self._config)
-        return {stack: known.get(mixer) for stack, (mixer, _) in pairs.items()}
+        by_mixer, pairs = recurrences_of(self._config), stack_pairs(self._config)
+        return {stack: by_mixer.get(mixer) for stack, (mixer, _) in pairs.items()}
 
     # What one device does.
 
@@ -228,10 +228,10 @@ class Generator:
         hidden, caches = model.hidden_with_cache(tokens, positions, empty, attends)
         # The last token of a row is on one device, which sends its hidden state to the others.
         last = (positions == lengths[:, None] - 1)[:, :, None]
-        found = jnp.sum(jnp.where(last, hidden, 0), axis=1, keepdims=True)
+        last_hidden = jnp.sum(jnp.where(last, hidden, 0), axis=1, keepdims=True)
         if self._sequence_axes:
-            found = lax.psum(found, self._sequence_axes)
-        return self._choose(model, found, lengths), caches
+            last_hidden = lax.psum(last_hidden, self._sequence_axes)
+        return self._choose(model, last_hidden, lengths), caches
 
     def _local_decode(
         self,
@@ -292,11 +292,11 @@ class Generator:
         # All devices take the choice of the first: with sums rounded differently, another device
         # could choose another token.
         replicas = self._partition.replicas
-        whole = vary(jnp.zeros(count * data, jnp.int32), *replicas)
-        whole = lax.dynamic_update_slice_in_dim(whole, tokens, first, 0)
+        all_tokens = vary(jnp.zeros(count * data, jnp.int32), *replicas)
+        all_tokens = lax.dynamic_update_slice_in_dim(all_tokens, tokens, first, 0)
         if self._sequence_axes:
-            whole = jnp.where(lax.axis_index(self._sequence_axes) == 0, whole, 0)
-        return lax.psum(whole, replicas) if replicas else whole
+            all_tokens = jnp.where(lax.axis_index(self._sequence_axes) == 0, all_tokens, 0)
+        return lax.psum(all_tokens, replicas) if replicas else all_tokens
 
     def _empty_caches(self, rows: int, slots: int) -> dict[str, tuple[Array, ...]]:
         """The caches of a device: keys and values of its tokens and the key heads that it needs,
@@ -310,8 +310,8 @@ class Generator:
             if recurrence is None:
                 keys = (rows, slots, heads, config.head_dim), config.dtype
                 return keys, keys
-            own = recurrence.on_device(degrees.tensor)
-            states, tail = (1, *own.state_shape(rows)), (1, *own.tail_shape(rows))
+            on_device = recurrence.on_device(degrees.tensor)
+            states, tail = (1, *on_device.state_shape(rows)), (1, *on_device.tail_shape(rows))
             return (states, jnp.float32), (tail, config.dtype)
 
         def empty(stack: str, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -75,10 +75,14 @@ def peft_config(
 
 def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
     """Raises if flags have changed what the model of a folder computes: PEFT would not know."""
-    there, now = (settings_of(replace(without_losses(x), dtype="float32")) for x in (base, model))
-    changed = [name for name in now if there[name] != now[name]]
+    in_folder, in_run = (
+        settings_of(replace(without_losses(x), dtype="float32")) for x in (base, model)
+    )
+    changed = [name for name in in_run if in_folder[name] != in_run[name]]
     if changed:
-        lines = ", ".join(f"{name}={there[name]} there and {now[name]} here" for name in changed)
+        lines = ", ".join(
+            f"{name}={in_folder[name]} there and {in_run[name]} here" for name in changed
+        )
         raise InputError(
             "Adapters that are exported by themselves must be those of a model that is in a "
             f"folder as it was trained; got {str(folder)!r} with {lines}. Use --merge to export "
@@ -94,11 +98,11 @@ def _adapted(
     experts; their weights, as parameters, are those of other layers too."""
     weights, modules = gpt_weights(model), dict[str, set[str]]()
     parameters: dict[str, set[str]] = {}
-    for part, table in FAMILIES[family].tables(model).items():
+    for stack, table in FAMILIES[family].tables(model).items():
         for path, (name, _) in table.items():
-            *_, target, kind = ("", *path.split("/"))
-            weight = weights.get(f"{part}/{path}")
-            if weight is None or kind != KERNEL or target not in targets:
+            *_, target, leaf = ("", *path.split("/"))
+            weight = weights.get(f"{stack}/{path}")
+            if weight is None or leaf != KERNEL or target not in targets:
                 continue
             if weight.of_experts:
                 parameters.setdefault(_DOWN if target == "expert_down" else _FUSED, set()).add(path)
@@ -115,47 +119,49 @@ def peft_tensors(
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
     Where several weights are rows of one tensor, their adapters are one, of the sum of their ranks.
     Those of experts are [experts * rank, inputs] and [outputs, rank * experts]."""
-    found, weights = {}, gpt_weights(model)
-    for part, table in FAMILIES[family].tables(model).items():
-        layers = layers_of(part, model.layer_mixers, model.layer_feed_forwards)
+    tensors, weights = {}, gpt_weights(model)
+    for stack, table in FAMILIES[family].tables(model).items():
+        layers = layers_of(stack, model.layer_mixers, model.layer_feed_forwards)
         for place, layer in enumerate(layers):
-            for name, matrix in _of_experts(arrays, part, place, model, family).items():
-                found[f"{PREFIX}model.layers.{layer}.mlp.experts.{name}"] = matrix.astype(dtype)
+            for name, matrix in _of_experts(arrays, stack, place, model, family).items():
+                tensors[f"{PREFIX}model.layers.{layer}.mlp.experts.{name}"] = matrix.astype(dtype)
         names = dict.fromkeys(
             name
             for path, (name, _) in table.items()
             if path.endswith(KERNEL)
-            and (weight := weights.get(f"{part}/{path}"))
+            and (weight := weights.get(f"{stack}/{path}"))
             and not weight.of_experts
         )
         for name in names:
             rows = [path.removesuffix(f"/{KERNEL}") for path, (x, _) in table.items() if x == name]
-            pairs = [[arrays.get(f"{part}/{path}/{kind}") for kind in ADAPTERS] for path in rows]
+            pairs = [
+                [arrays.get(f"{stack}/{path}/{adapter}") for adapter in ADAPTERS] for path in rows
+            ]
             if all(a is None for a, _ in pairs):
                 continue
             for place, layer in enumerate(layers):
-                own = [
+                layer_pairs = [
                     None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
                 ]
                 groups = FAMILIES[family].row_groups(name, model)
-                both = _joined(own, _outputs(model, rows), groups)
+                both = _joined(layer_pairs, _outputs(model, rows), groups)
                 for letter, matrix in zip("AB", both, strict=True):
                     key = name.removesuffix("weight") + f"lora_{letter}.weight"
                     tensor = matrix.T.astype(dtype)
-                    found[f"{PREFIX}model.layers.{layer}.{key}"] = np.ascontiguousarray(tensor)
-    return found
+                    tensors[f"{PREFIX}model.layers.{layer}.{key}"] = np.ascontiguousarray(tensor)
+    return tensors
 
 
 def _of_experts(
-    arrays: Mapping[str, Any], part: str, place: int, model: GPTConfig, family: str
+    arrays: Mapping[str, Any], stack: str, place: int, model: GPTConfig, family: str
 ) -> dict[str, Shaped[np.ndarray, "rows columns"]]:
     """The adapters of all experts of one layer. PEFT wraps a parameter around the one before it."""
 
     def pair(name: str) -> list[Any] | None:
-        found = [arrays.get(f"{part}/mlp/expert_{name}/{kind}") for kind in ADAPTERS]
-        return None if found[0] is None else [np.asarray(x)[place] for x in found]
+        matrices = [arrays.get(f"{stack}/mlp/expert_{name}/{adapter}") for adapter in ADAPTERS]
+        return None if matrices[0] is None else [np.asarray(x)[place] for x in matrices]
 
-    found, down = {}, pair("down")
+    tensors, down = {}, pair("down")
     hidden = model.experts.of_model(model).width
     # In gpt-oss, gates and projections up take turns.
     turns = hidden if FAMILIES[family].takes_turns(_FUSED) else 1
@@ -167,17 +173,17 @@ def _of_experts(
                 for i in range(model.experts.count)
             ]
             a, b = (np.stack(x) for x in zip(*joined, strict=True))
-            found[f"{before}lora_A.weight"] = a.swapaxes(1, 2).reshape(-1, a.shape[1])
-            found[f"{before}lora_B.weight"] = b.transpose(2, 1, 0).reshape(b.shape[2], -1)
-    return found
+            tensors[f"{before}lora_A.weight"] = a.swapaxes(1, 2).reshape(-1, a.shape[1])
+            tensors[f"{before}lora_B.weight"] = b.transpose(2, 1, 0).reshape(b.shape[2], -1)
+    return tensors
 
 
 def _outputs(model: GPTConfig, rows: Sequence[str]) -> list[int]:
     """The outputs of the projections whose weights are rows of one tensor."""
     sizes = model.linear.of_model(model)
     keys, values = sizes.key_heads * sizes.key_dim, sizes.heads * sizes.value_dim
-    found = {"query": keys, "key": keys, "value": values, "out_gate": values}
-    return [found.get(path.rpartition("/")[2], sizes.heads) for path in rows]
+    by_name = {"query": keys, "key": keys, "value": values, "out_gate": values}
+    return [by_name.get(path.rpartition("/")[2], sizes.heads) for path in rows]
 
 
 def _joined(
@@ -186,18 +192,20 @@ def _joined(
     """The matrices [inputs, rank] and [rank, outputs] of one layer, joined from those of its rows.
     A projection without adapters is None, and adds 0."""
     adapted = [pair for pair in pairs if pair is not None]
-    matrices = [[as_matrix(x, kind) for x, kind in zip(x, ADAPTERS, strict=True)] for x in adapted]
+    matrices = [
+        [as_matrix(x, adapter) for x, adapter in zip(x, ADAPTERS, strict=True)] for x in adapted
+    ]
     if len(pairs) == 1:
         ((a, b),) = matrices
         return a, b
     ranks = [b.shape[0] for _, b in matrices]
-    whole = np.zeros((sum(ranks), sum(outputs)), matrices[0][1].dtype)
+    block_diagonal = np.zeros((sum(ranks), sum(outputs)), matrices[0][1].dtype)
     first, blocks = 0, iter(matrices)
     for pair, start, size in zip(pairs, np.cumsum([0, *outputs]), outputs, strict=False):
         if pair is not None:
             b = next(blocks)[1]
-            whole[first : first + len(b), start : start + size] = b
+            block_diagonal[first : first + len(b), start : start + size] = b
             first += len(b)
     share = Share(index=0, sizes=tuple(size // groups for size in outputs), groups=groups)
-    rows = share.joined(np.split(whole.T, np.cumsum(outputs)[:-1]))
+    rows = share.joined(np.split(block_diagonal.T, np.cumsum(outputs)[:-1]))
     return np.concatenate([a for a, _ in matrices], axis=1), rows.T

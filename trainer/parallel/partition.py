@@ -342,8 +342,8 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def split_adapters(weights: Any) -> tuple[Any, Any]:
     """The adapters of a model (an empty tree if it has none), and its other weights."""
-    adapters, others = nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)
-    return adapters, others
+    adapters, base = nnx.split_state(weights, lambda path, _: path[-1] in ADAPTERS, ...)
+    return adapters, base
 
 
 def split_frozen(weights: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
@@ -356,9 +356,9 @@ def split_frozen(weights: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
     Raises:
         InputError: if a pattern matches no weight, or if they match all.
     """
-    adapters, others = split_adapters(weights)
+    adapters, base = split_adapters(weights)
     if adapters:
-        return adapters, others
+        return adapters, base
     if not patterns:
         return weights, None
     names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(weights)]
@@ -376,11 +376,11 @@ def join_frozen(trained: Any, frozen: Any) -> Any:
 
 def _gathered(partition: Partition, split: Split, weight: Array) -> Array:
     """A weight as it is used."""
-    whole = partition._all_gather(weight, split) if partition.level == 3 else weight
+    gathered = partition._all_gather(weight, split) if partition.level == 3 else weight
     if partition.level == 0 and not split.vector and weight.dtype != partition.dtype:
         kept = jnp.finfo(partition.dtype)
-        whole = lax.reduce_precision(whole, kept.nexp, kept.nmant)
-    return vary(whole, *partition.replicas).astype(jnp.float32)
+        gathered = lax.reduce_precision(gathered, kept.nexp, kept.nmant)
+    return vary(gathered, *partition.replicas).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

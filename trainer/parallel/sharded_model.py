@@ -114,8 +114,8 @@ class ShardedModel:
 
     def with_part(self, name: str, weights: Any) -> Any:
         """The model with the whole weights of one part, and only shapes for those of the others."""
-        others = {other: x for other, x in self.weight_shapes.items() if other != name}
-        return nnx.merge(self._graph, nnx.State(others | {name: weights}))
+        shapes = {other: x for other, x in self.weight_shapes.items() if other != name}
+        return nnx.merge(self._graph, nnx.State(shapes | {name: weights}))
 
     def attend(
         self,
@@ -155,18 +155,18 @@ class ShardedModel:
     def linear(self, rule: str) -> LinearAttention:
         """The linear attention of layers, on the mesh and in the layout of attention."""
         names = ("mesh", "layout", "axis_names", "axis")
-        given = {name: getattr(self.attention, name) for name in names}
+        options = {name: getattr(self.attention, name) for name in names}
         degrees = None if self.attention.axis is None else self.attention.degrees
-        return LinearAttention(**given, degrees=degrees, rule=rule, backend=self._linear_backend)
+        return LinearAttention(**options, degrees=degrees, rule=rule, backend=self._linear_backend)
 
-    def _wrap_layer(self, layer: Layer, part: str = ATTENTION) -> Layer:
-        splits = self.partition.of_layer(self.splits[part])
+    def _wrap_layer(self, layer: Layer, stack: str = ATTENTION) -> Layer:
+        splits = self.partition.of_layer(self.splits[stack])
 
         def run(parameters: Any, x: Array, *context: Any) -> Any:
-            own = layer_of(parameters)
-            weights = self.partition.gather(own, splits)
+            layer_parameters = layer_of(parameters)
+            weights = self.partition.gather(layer_parameters, splits)
             if isinstance(parameters, LayerOfGroup):
-                weights, x = _in_order(own, weights, x)
+                weights, x = _in_order(layer_parameters, weights, x)
             return layer(weights, x, *context)
 
         return self._remat(run)
@@ -190,8 +190,8 @@ def _in_order(parameters: Any, weights: Any, x: Array) -> tuple[Any, Array]:
     of_weights, structure = jax.tree.flatten(weights)
     slots = [x.gradient_slot for x in structure.flatten_up_to(parameters)]
     trained = [i for i, slot in enumerate(slots) if slot is not None]
-    found, x = gradient_first([of_weights[i] for i in trained], x)
-    for i, weight in zip(trained, found, strict=True):
+    ordered, x = gradient_first([of_weights[i] for i in trained], x)
+    for i, weight in zip(trained, ordered, strict=True):
         of_weights[i] = weight
     return structure.unflatten(of_weights), x
 

@@ -52,9 +52,9 @@ def make_parts(
             of_split, places = attention, _places(attention, names)
         else:
             degrees = _degrees(nodes.reshape(devices // c, -1), c * share, config, attention)
-            kind = attention.layout.kind
+            layout_name = attention.layout.kind
             of_split = dataclasses.replace(
-                attention, axis=names, degrees=degrees, axis_names=None, layout=kind
+                attention, axis=names, degrees=degrees, axis_names=None, layout=layout_name
             )
             places = tuple((place // c, place % c) for place in range(devices))
         splits.append(DeviceSplit(of_split.layout, places))
@@ -121,8 +121,8 @@ def _degrees(nodes: np.ndarray, seq_len: int, config: TrainConfig, attention: At
 
     def received(degrees: Degrees) -> tuple[int, int, bool, int]:
         sent = transfers(degrees, call)
-        found = messages(degrees, sent, divided)
-        port = max(found.through(place).port_bytes for place in places)
+        traffic = messages(degrees, sent, divided)
+        port = max(traffic.through(place).port_bytes for place in places)
         return port, sum(x.received_bytes for x in sent), degrees.ring == 1, degrees.ring
 
     return dataclasses.replace(min(settings, key=received), data=len(nodes))

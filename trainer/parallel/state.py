@@ -157,7 +157,7 @@ def step_bytes(analysis: Any) -> int:
 
 def describe_memory(analysis: Any) -> str:
     """The memory that a compiled program takes of a device, as a line of the log."""
-    state, whole = analysis.argument_size_in_bytes, step_bytes(analysis)
+    state, total = analysis.argument_size_in_bytes, step_bytes(analysis)
     host = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
-    line = f"{size_of(whole)} (state and batch {size_of(state)}, the rest for a step)"
+    line = f"{size_of(total)} (state and batch {size_of(state)}, the rest for a step)"
     return f"{line}, and {size_of(host)} of the host's" if host else line

@@ -144,7 +144,7 @@ class Footprint:
     def state_bytes(self) -> Amount:
         """Weights, optimizer and average, on the device: exact."""
         names = ("weights", "optimizer", "average", "frozen weights")
-        return sum(part.size for part in self.parts if part.name in names and not part.host)
+        return sum(item.size for item in self.parts if item.name in names and not item.host)
 
     @property
     def device_bytes(self) -> Amount:
@@ -154,35 +154,35 @@ class Footprint:
     @property
     def always_bytes(self) -> Amount:
         """Device memory of the parts that exist in all phases."""
-        return sum(part.size for part in self.parts if part.phase is None and not part.host)
+        return sum(item.size for item in self.parts if item.phase is None and not item.host)
 
     @property
     def host_bytes(self) -> Amount:
         """Pinned memory of the host."""
-        return sum(part.size for part in self.parts if part.host)
+        return sum(item.size for item in self.parts if item.host)
 
     @property
     def phases(self) -> dict[str, Amount]:
         """Bytes that each phase adds."""
         sizes: dict[str, Amount] = {}
-        for part in self.parts:
-            if part.phase is not None:
-                sizes[part.phase] = sizes.get(part.phase, 0) + part.size
+        for item in self.parts:
+            if item.phase is not None:
+                sizes[item.phase] = sizes.get(item.phase, 0) + item.size
         return sizes
 
     def __getitem__(self, name: str) -> Amount:
         """Bytes of a part; 0 if there is no part of that name."""
-        return sum(part.size for part in self.parts if part.name == name)
+        return sum(item.size for item in self.parts if item.name == name)
 
     def table(self) -> str:
         """One line for each part, in GiB, and the sums."""
         largest = max(self.phases, key=lambda phase: self.phases[phase], default=None)
         lines = []
-        for part in self.parts:
-            kind = "exact" if part.exact else "estimate"
-            place = "host" if part.host else "device"
-            counts = "" if part.phase in (None, largest) else ", at another time"
-            line = f"{part.name:<36}{part.size / GIB:>9.3f} GiB  {kind}, {place}{counts}"
+        for item in self.parts:
+            accuracy = "exact" if item.exact else "estimate"
+            place = "host" if item.host else "device"
+            counts = "" if item.phase in (None, largest) else ", at another time"
+            line = f"{item.name:<36}{item.size / GIB:>9.3f} GiB  {accuracy}, {place}{counts}"
             lines.append(line)
         lines.append(f"{'device, at most at a time':<36}{self.device_bytes / GIB:>9.3f} GiB")
         lines.append(f"{'host':<36}{self.host_bytes / GIB:>9.3f} GiB")
@@ -190,7 +190,7 @@ class Footprint:
 
 
 def footprint_of(sizes: StepSizes) -> Footprint:
-    return Footprint(parts=tuple(replace(part, size=_plain(part.size)) for part in _parts(sizes)))
+    return Footprint(parts=tuple(replace(item, size=_plain(item.size)) for item in _parts(sizes)))
 
 
 def _plain(size: Amount) -> Amount:
@@ -210,8 +210,8 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     if np.any(sizes.frozen_bytes):
         yield Part(name="frozen weights", size=sizes.frozen_bytes)
     yield Part(name="batch", size=sizes.batch_bytes)
-    whole = sizes.whole_elements - sizes.frozen_elements
-    summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else whole)
+    trained_elements = sizes.whole_elements - sizes.frozen_elements
+    summed = FLOAT32 * (sizes.shard_elements if sizes.zero >= 2 else trained_elements)
     # Whole gradients arise in the backward pass, unless they are sums over parts of a batch. The
     # shards of sums begin as zeros, which XLA sets up early.
     late = sizes.zero < 2 and sizes.accumulation == 1 and not sizes.offload_optimizer
@@ -234,8 +234,10 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
         attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.model.itemsize / 2)
     for recurrence in sizes.model.recurrences.values():
         # What its backward pass works on, and its inputs and gradients.
-        own = _of_recurrence(sizes, recurrence, "backward_bytes")
-        attention = np.maximum(attention, own + 4 * _recurrence_inputs(sizes, recurrence))
+        backward_bytes = _of_recurrence(sizes, recurrence, "backward_bytes")
+        attention = np.maximum(
+            attention, backward_bytes + 4 * _recurrence_inputs(sizes, recurrence)
+        )
     inner = 6 * sizes.stream + np.maximum(attention, _mlp_bytes(sizes))
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
@@ -334,8 +336,8 @@ def _recurrence_inputs(sizes: StepSizes, recurrence: Recurrence) -> Amount:
     """Bytes of query, key, value, the gate of the output, and gates, as projected."""
     tensor = sizes.degrees.tensor
     keys = 2 * np.maximum(recurrence.key_heads // tensor, 1) * recurrence.key_dim
-    others = (2 * recurrence.values + recurrence.gates * recurrence.heads) // tensor
-    return sizes.tokens * (keys + others) * sizes.model.itemsize
+    values_and_gates = (2 * recurrence.values + recurrence.gates * recurrence.heads) // tensor
+    return sizes.tokens * (keys + values_and_gates) * sizes.model.itemsize
 
 
 def _recurrence_states(sizes: StepSizes, recurrence: Recurrence) -> Amount:
@@ -349,14 +351,14 @@ def _of_recurrence(sizes: StepSizes, recurrence: Recurrence, name: str) -> Amoun
     rule: Any = recurrence
 
     def one(rows: int, tokens: int, tensor: int) -> int:
-        own = recurrence.on_device(int(tensor))
+        on_device = recurrence.on_device(int(tensor))
         layer = LayerSizes(
             rule=rule,
             batch=int(rows),
-            heads=own.heads,
-            key_heads=own.key_heads,
-            key_dim=own.key_dim,
-            value_dim=own.value_dim,
+            heads=on_device.heads,
+            key_heads=on_device.key_heads,
+            key_dim=on_device.key_dim,
+            value_dim=on_device.value_dim,
             tokens=int(tokens),
             itemsize=sizes.model.itemsize,
             slices=2,  # In zigzag order, as all models of train.py that have it.
@@ -364,8 +366,8 @@ def _of_recurrence(sizes: StepSizes, recurrence: Recurrence, name: str) -> Amoun
         return getattr(layer, name)
 
     rows = np.maximum(sizes.rows, 1)
-    found = np.vectorize(one, otypes=[np.int64])(rows, sizes.tokens // rows, sizes.degrees.tensor)
-    return found if found.ndim else int(found)
+    amounts = np.vectorize(one, otypes=[np.int64])(rows, sizes.tokens // rows, sizes.degrees.tensor)
+    return amounts if amounts.ndim else int(amounts)
 
 
 def _gathered_and_summed(sizes: StepSizes) -> Iterator[Part]:

@@ -45,7 +45,7 @@ class FrozenShares:
     """Of the matrices in it that each token is multiplied with."""
     experts: float
     """Of the matrices of experts."""
-    others: float
+    outside: float
     """Of the weights outside of the layers."""
     embedding: float
     """Of the table of ids."""
@@ -383,7 +383,7 @@ class ModelSizes:
     @property
     def largest_feed_forward(self) -> int:
         """Weights of the matrices of the largest MLP, or of all experts of a layer."""
-        return max(kind.mlp for kind in self.kinds)
+        return max(layer_kind.mlp for layer_kind in self.kinds)
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
@@ -427,8 +427,8 @@ class ModelSizes:
 
     def sizes_at(self, path: str) -> Mapping[str, int]:
         """The sizes of the dimensions of a weight, with the number of its layers."""
-        kind = next((kind for kind in self.kinds if kind.has(path)), None)
-        return self.sizes if kind is None else {**kind.sizes, LAYERS: kind.count}
+        layer_kind = next((layer_kind for layer_kind in self.kinds if layer_kind.has(path)), None)
+        return self.sizes if layer_kind is None else {**layer_kind.sizes, LAYERS: layer_kind.count}
 
     @cached_property
     def frozen(self) -> FrozenShares:
@@ -439,7 +439,7 @@ class ModelSizes:
         return FrozenShares(
             layers=(share,) * kinds,
             products=(share,) * kinds,
-            **dict.fromkeys(("experts", "others", "embedding", "head"), share),
+            **dict.fromkeys(("experts", "outside", "embedding", "head"), share),
         )
 
     def _frozen_by_name(self) -> FrozenShares:
@@ -454,21 +454,24 @@ class ModelSizes:
                 frozen += amount * (path in names)
             return float(frozen / max(total, 1))
 
-        def active(kind: LayerKind) -> Callable[[str, Weight], Any]:
-            return lambda path, x: kind.has(path) and x.projects and kind.of_token(x)
+        def active(layer_kind: LayerKind) -> Callable[[str, Weight], Any]:
+            return lambda path, x: layer_kind.has(path) and x.projects and layer_kind.of_token(x)
 
-        outside = {"embedding" if self.tied_head else "head"}
-        outside |= {"patches"} if self.takes_values else set()
+        projections_outside = {"embedding" if self.tied_head else "head"}
+        projections_outside |= {"patches"} if self.takes_values else set()
         trained = {path.partition("/")[0] for path in self.weights if path not in names}
         return FrozenShares(
-            layers=tuple(share(lambda path, x, kind=kind: kind.has(path)) for kind in self.kinds),
-            products=tuple(share(active(kind)) for kind in self.kinds),
+            layers=tuple(
+                share(lambda path, x, layer_kind=layer_kind: layer_kind.has(path))
+                for layer_kind in self.kinds
+            ),
+            products=tuple(share(active(layer_kind)) for layer_kind in self.kinds),
             experts=share(lambda path, x: x.of_experts and x.projects),
-            others=share(lambda path, x: not x.is_stacked),
+            outside=share(lambda path, x: not x.is_stacked),
             embedding=share(lambda path, x: path.startswith("embedding/")),
             head=share(
                 lambda path, x: (
-                    path.split("/")[0] in outside
+                    path.split("/")[0] in projections_outside
                     and path.rpartition("/")[2] in ("kernel", "embedding")
                 )
             ),
@@ -485,12 +488,12 @@ class ModelSizes:
     @property
     def matrices(self) -> int:
         """Weights of all layers that each token is multiplied with, without adapters."""
-        return sum(kind.count * kind.active for kind in self.kinds)
+        return sum(layer_kind.count * layer_kind.active for layer_kind in self.kinds)
 
     @property
     def active_adapters(self) -> int:
         """Weights of the adapters of all layers that each token is multiplied with."""
-        return sum(kind.count * kind.active_adapters for kind in self.kinds)
+        return sum(layer_kind.count * layer_kind.active_adapters for layer_kind in self.kinds)
 
     @cached_property
     def other_elements(self) -> int:
@@ -500,7 +503,10 @@ class ModelSizes:
     @property
     def elements(self) -> int:
         """All weights."""
-        layers = sum(kind.count * (kind.elements + kind.adapters) for kind in self.kinds)
+        layers = sum(
+            layer_kind.count * (layer_kind.elements + layer_kind.adapters)
+            for layer_kind in self.kinds
+        )
         return layers + self.other_elements
 
     def dispatches(self, tokens: Any, devices: Any, tensor: Any) -> Any:
@@ -566,7 +572,9 @@ class ModelSizes:
         mixers = Counter(self.layer_mixers)
         states = sum(mixers[name] * x.state_flops for name, x in self.recurrences.items())
         layers = zip(self.passes, self.kinds, strict=True)
-        products = sum(passes * kind.count * kind.active for passes, kind in layers)
+        products = sum(
+            passes * layer_kind.count * layer_kind.active for passes, layer_kind in layers
+        )
         products += (3 - self.frozen.head) * head + 3 * self.active_adapters
         passes = 1.0 if self.frozen.after_layers else 3.0
         return 2.0 * products + passes * (attention + states) + self._flops_of_texts(seq_len)
@@ -587,7 +595,9 @@ class ModelSizes:
         pairs = 4.0 * self.layers * self.heads * self.head_dim * self.whole_tokens
         pairs *= 1 if self.frozen.after_layers else 3
         layers = zip(self.passes, self.kinds, strict=True)
-        products = sum(passes * kind.count * kind.text_matrices for passes, kind in layers)
+        products = sum(
+            passes * layer_kind.count * layer_kind.text_matrices for passes, layer_kind in layers
+        )
         return pairs + 2.0 * products * self.text_tokens / seq_len
 
     @property
@@ -602,8 +612,8 @@ class ModelSizes:
         """Pairs of a query and a key that the mask of a layer shows in a sequence."""
         if not self.causal:
             block = self.block or seq_len
-            whole, rest = divmod(seq_len, block)
-            return whole * (whole + 1) // 2 * block**2 + rest * seq_len
+            blocks, tail = divmod(seq_len, block)
+            return blocks * (blocks + 1) // 2 * block**2 + tail * seq_len
         # The first queries of a window see fewer keys than the others.
         window = min(window or seq_len, seq_len)
         return window * (window + 1) // 2 + (seq_len - window) * window

@@ -98,16 +98,20 @@ class Step:
         """Tokens of a device."""
         model = self.call.model
         self.kinds = model.kinds
-        self.layer_elements = [kind.on_device(self.settings.tensor) for kind in self.kinds]
+        self.layer_elements = [
+            layer_kind.on_device(self.settings.tensor) for layer_kind in self.kinds
+        ]
         """Weights of a layer of each kind on a device, when ZeRO has gathered them."""
         self.stacked_elements = self._of_layers(self.layer_elements)
         """Those of all layers, and all weights, likewise."""
         self.whole_elements = self.stacked_elements + model.other_elements
         shares = model.frozen
         rows = zip(self.layer_elements, self.kinds, shares.layers, strict=True)
-        self.layer_trained = [x - _part(share, x - kind.adapters) for x, kind, share in rows]
+        self.layer_trained = [
+            x - _part(share, x - layer_kind.adapters) for x, layer_kind, share in rows
+        ]
         """Weights of a layer of each kind that have gradients, and those outside of the layers."""
-        self.other_trained = model.other_elements - int(shares.others * model.other_elements)
+        self.other_trained = model.other_elements - int(shares.outside * model.other_elements)
         self.trained = self._of_layers(self.layer_trained) + self.other_trained
         """All weights that have gradients."""
 
@@ -115,13 +119,13 @@ class Step:
         self._dispatches = model.dispatches(self.tokens, devices, tensor)
         """Whether tokens are sent to experts at ZeRO 3."""
         stay = model.expert_elements // tensor * self._dispatches
-        self._staying = [stay * (kind.feed_forward == "experts") for kind in self.kinds]
+        self._staying = [stay * (layer_kind.feed_forward == "experts") for layer_kind in self.kinds]
         """Weights of a layer of each kind that are then not gathered."""
         self._staying_trained = [x - _part(shares.experts, x) for x in self._staying]
 
     def _of_layers(self, each: Iterable[Any]) -> Any:
         """The sum over all layers of what a layer of each kind has."""
-        return sum(kind.count * x for kind, x in zip(self.kinds, each, strict=True))
+        return sum(layer_kind.count * x for layer_kind, x in zip(self.kinds, each, strict=True))
 
     def take(self, row: Any) -> Step:
         """The same step in one of its settings."""
@@ -138,17 +142,18 @@ class Step:
         if savings.remat not in ("none", "full"):
             waits = waits + self.timing.exchanges_again_seconds[savings.offload][self._rows]
         layer = [
-            self._products(kind.active + kind.padded + self._of_texts(kind)) for kind in self.kinds
+            self._products(layer_kind.active + layer_kind.padded + self._of_texts(layer_kind))
+            for layer_kind in self.kinds
         ]
-        adapters = [self._products(kind.active_adapters) for kind in self.kinds]
+        adapters = [self._products(layer_kind.active_adapters) for layer_kind in self.kinds]
         # What is recomputed of a layer stops before the last product of the MLP.
         again = [
             self._products(
-                kind.again_always
-                + kind.again * (savings.remat in REPEATS_MLP)
-                + kind.mixing * (savings.remat in REPEATS_PROJECTIONS)
+                layer_kind.again_always
+                + layer_kind.again * (savings.remat in REPEATS_MLP)
+                + layer_kind.mixing * (savings.remat in REPEATS_PROJECTIONS)
             )
-            for kind in self.kinds
+            for layer_kind in self.kinds
         ]
         rows = zip(model.passes, layer, adapters, strict=True)
         products = [passes * x + 3 * y for passes, x, y in rows]
@@ -190,20 +195,20 @@ class Step:
     def _states(self) -> np.ndarray:
         """Seconds of the messages of the recurrences of all layers in one pass: those of
         `startrail_jax.linear.cost` for zigzag order, up the line of devices and down again."""
-        found = np.zeros(len(self.settings))
+        seconds = np.zeros(len(self.settings))
         for layers, recurrence in self._recurrences:
-            found += layers * self._states_of(recurrence)
-        return found
+            seconds += layers * self._states_of(recurrence)
+        return seconds
 
     def _states_of(self, recurrence: Recurrence) -> np.ndarray:
         """Those of one layer."""
-        found = np.zeros(len(self.settings))
+        waits = np.zeros(len(self.settings))
         for devices in {*self.settings.sequence.tolist()} - {1}:
             rows = np.flatnonzero(self.settings.sequence == devices)
             size = _FLOAT32 * self.call.batch * recurrence.heads
             size = size / self.settings.tensor[rows] / self.settings.data[rows]
             state = size * recurrence.key_dim * recurrence.value_dim
-            whole = state + size * recurrence.factor_elements(recurrence.key_dim)
+            map_bytes = state + size * recurrence.factor_elements(recurrence.key_dim)
             ranks, steps = np.arange(devices), (devices - 1).bit_length()
             inside = np.minimum(self.cluster.gpus_per_node // self.settings.tensor[rows], devices)
             inside = np.maximum(inside, 1)
@@ -212,38 +217,38 @@ class Step:
             for step, distance in enumerate((*(2**i for i in range(steps)), 1)):
                 targets = np.where(ranks + distance < devices, ranks + distance, ranks)
                 across, within = self._links.of_pairs(rows, targets[None], np.ones(1))
-                for moved in (whole if step < steps - 1 else state, whole):
+                for moved in (map_bytes if step < steps - 1 else state, map_bytes):
                     sent = across * moved, within * moved, 1, np.where(within > 0, moved, 0)
                     seconds = seconds + self._links.messages(*sent).seconds
-            found[rows] = seconds
-        return found
+            waits[rows] = seconds
+        return waits
 
     def _zero(
         self, level: int, forwards: Sequence[np.ndarray], backwards: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Seconds that a device waits for weights and sums of gradients."""
         if level == 0:
-            return self._summed(self.trained, whole=True).seconds
+            return self._summed(self.trained, to_all=True).seconds
         if level == 1:
             gather = self._gathered(self.whole_elements).seconds
-            return gather + self._summed(self.trained, whole=False).seconds
+            return gather + self._summed(self.trained, to_all=False).seconds
         other = self.call.model.other_elements
         hides = self.cluster.overlaps
-        outside = self._summed(self.other_trained, whole=False).seconds
+        outside = self._summed(self.other_trained, to_all=False).seconds
         exposed = []
         layers, trained_layers = self.layer_elements, self.layer_trained
         if level == 3:
             layers = np.subtract(layers, self._staying)
             trained_layers = np.subtract(trained_layers, self._staying_trained)
         rows = zip(layers, trained_layers, self._staying, forwards, backwards, strict=True)
-        for elements, trained, staying, there, back in rows:
+        for elements, trained, staying, forward, back in rows:
             gather = self._gathered(elements).seconds
-            scatter = self._summed(trained, whole=False).seconds
-            backward = back + there
+            scatter = self._summed(trained, to_all=False).seconds
+            backward = back + forward
             if level == 2:
                 exposed.append(np.maximum(scatter - hides * backward, 0))
                 continue
-            first = np.maximum(gather - hides * there, 0)
+            first = np.maximum(gather - hides * forward, 0)
             exposed.append(first + np.maximum(gather + scatter - hides * backward, 0))
             if np.any(staying):
                 size = self.call.model.dispatched_bytes(self.tokens) * (staying > 0)
@@ -254,31 +259,31 @@ class Step:
 
     def _offload(self, savings: Savings) -> np.ndarray:
         """Seconds that a device waits for the memory of the host."""
-        found = np.zeros(len(self.settings))
+        waits = np.zeros(len(self.settings))
         if not (savings.offload or savings.offload_optimizer):
-            return found
+            return waits
         footprint, rate = self.footprint(savings), self.cluster.gpu.host_rate
         if savings.offload_optimizer:
-            found = found + 2 * footprint["optimizer"] / rate
+            waits = waits + 2 * footprint["optimizer"] / rate
         if not savings.offload:
-            return found
+            return waits
         model, layers = self.call.model, self.call.model.layers
         seconds = footprint[SAVED] / layers / rate
         mixing = self.forward.compute + self._linear(_LINEAR_FORWARD_STATES)
         busy = mixing / layers + self._products(model.matrices / layers)
-        return found + layers * 2 * np.maximum(seconds - busy, 0)
+        return waits + layers * 2 * np.maximum(seconds - busy, 0)
 
     def _products(self, elements: float | np.ndarray) -> np.ndarray:
         """Seconds of the matrix products of all tokens with so many weights, forward."""
         flops = 2 * self.tokens * elements / self.settings.tensor
         return flops / (self.timing.speed * self.cluster.gpu.matrix_efficiency)
 
-    def _of_texts(self, kind: LayerKind) -> np.ndarray:
+    def _of_texts(self, layer_kind: LayerKind) -> np.ndarray:
         """The weights that would take as long as attention to a text, and its keys and values."""
         model = self.call.model
         pairs = 2 * model.heads * model.head_dim * model.whole_tokens
         rows = self.call.batch // self.settings.data
-        return pairs + kind.text_matrices * model.text_tokens * rows / self.tokens
+        return pairs + layer_kind.text_matrices * model.text_tokens * rows / self.tokens
 
     @functools.cached_property
     def _between(self) -> np.ndarray:
@@ -291,7 +296,9 @@ class Step:
         writes float32 outputs, reads them twice and writes their gradient.
         """
         model, tensor = self.call.model, self.settings.tensor
-        elements = self._of_layers(8 * model.width + kind.moved / tensor for kind in self.kinds)
+        elements = self._of_layers(
+            8 * model.width + layer_kind.moved / tensor for layer_kind in self.kinds
+        )
         layers = 4 * elements * model.itemsize
         moved = self.tokens * (layers + 4 * _FLOAT32 * model.outputs / tensor)
         return moved / self.cluster.gpu.memory_rate
@@ -307,10 +314,10 @@ class Step:
         """The weights of all devices brought together, in the type in which they are used."""
         return self._links.over_replicas("all_gather", self.call.model.itemsize * elements)
 
-    def _summed(self, elements: np.ndarray | int, *, whole: bool) -> Cost:
+    def _summed(self, elements: np.ndarray | int, *, to_all: bool) -> Cost:
         """Gradients summed over all devices, each of which gets all of them or its own part."""
-        kind = "all_reduce" if whole else "reduce_scatter"
-        return self._links.over_replicas(kind, _FLOAT32 * elements)
+        collective = "all_reduce" if to_all else "reduce_scatter"
+        return self._links.over_replicas(collective, _FLOAT32 * elements)
 
     def sizes(self, savings: Savings) -> StepSizes:
         """The sizes on which the memory of the step depends."""
@@ -354,8 +361,8 @@ class Step:
             frozen_elements=frozen,
             layer_elements=np.max(layers, axis=0),
             turn_trained=sum(
-                turn[kind.mixer, kind.feed_forward] * x
-                for kind, x in zip(self.kinds, trained_layers, strict=True)
+                turn[layer_kind.mixer, layer_kind.feed_forward] * x
+                for layer_kind, x in zip(self.kinds, trained_layers, strict=True)
             ),
             expert_shards=np.where(stays, settings.replicas, 1),
             rows=self.call.batch // settings.data,
@@ -382,18 +389,18 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
         return (tensor > 1) & ~copied
 
     def is_moved(weight: Weight, sizes: Mapping[str, int]) -> np.ndarray:
-        first, *others = (
+        first, *later = (
             (sizes[name] % replicas == 0) & (i != weight.tensor_dim or ~is_split(name, sizes))
             for i, name in enumerate(weight.dims)
         )
-        return ~first & functools.reduce(np.logical_or, others, False)
+        return ~first & functools.reduce(np.logical_or, later, False)
 
-    found = np.zeros_like(tensor)
-    for kind in call.model.kinds:
-        for x in kind.weights.values():
-            elements = shared_elements(x, kind.sizes, tensor)
-            found += kind.count * is_moved(x, kind.sizes) * elements
-    return found
+    moved = np.zeros_like(tensor)
+    for layer_kind in call.model.kinds:
+        for x in layer_kind.weights.values():
+            elements = shared_elements(x, layer_kind.sizes, tensor)
+            moved += layer_kind.count * is_moved(x, layer_kind.sizes) * elements
+    return moved
 
 
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:

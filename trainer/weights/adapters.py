@@ -63,18 +63,18 @@ def restore_model(
     `shapes` has types and shardings of all weights; `step` None is the newest whole one. With
     `only_trained`, those that are frozen are left out."""
     trained, frozen = split_frozen(shapes, config.frozen)
-    weights, found = restore_weights(
+    weights, restored_step = restore_weights(
         run_dir / CHECKPOINTS_FOLDER, trained, model_flags(config), step=step, note=note
     )
     if only_trained:
-        return weights, found
+        return weights, restored_step
     base = restore_frozen(run_dir / FROZEN_FOLDER, frozen, note=note)
-    return join_frozen(weights, base), found
+    return join_frozen(weights, base), restored_step
 
 
-def as_matrix(x: Float[np.ndarray, "..."], kind: str) -> Float[np.ndarray, "inputs outputs"]:
+def as_matrix(x: Float[np.ndarray, "..."], adapter: str) -> Float[np.ndarray, "inputs outputs"]:
     """A matrix of an adapter of one layer, with a single dimension beside the rank."""
-    return x.reshape(-1, x.shape[-1]) if kind == ADAPTERS[0] else x.reshape(x.shape[0], -1)
+    return x.reshape(-1, x.shape[-1]) if adapter == ADAPTERS[0] else x.reshape(x.shape[0], -1)
 
 
 class BaseWeights:
@@ -89,13 +89,13 @@ class BaseWeights:
         weight = place.weight_of(np.asarray(self._arrays[path]), number)
         if self._source is None or weight.dtype.itemsize > 2:
             return weight
-        own, tensors = self._source.places[path], self._source.tensors
-        name = own.tensors[number]
-        whole = [slice(0, size) for size in own.shape]
-        found = own.read(tensors.slices[name], whole)
-        if not np.array_equal(found.astype(weight.dtype), weight):
+        source_place, tensors = self._source.places[path], self._source.tensors
+        name = source_place.tensors[number]
+        ranges = [slice(0, size) for size in source_place.shape]
+        original = source_place.read(tensors.slices[name], ranges)
+        if not np.array_equal(original.astype(weight.dtype), weight):
             raise _other_weights(tensors.folder, f"other numbers in {name}", weight.dtype.name)
-        return found
+        return original
 
 
 def _places_of(arrays: Mapping[str, Any], places: Places) -> dict[str, Place]:
@@ -103,11 +103,11 @@ def _places_of(arrays: Mapping[str, Any], places: Places) -> dict[str, Place]:
     return dict(places(shapes))
 
 
-def _other_weights(folder: Path, what: str, kind: str) -> InputError:
+def _other_weights(folder: Path, what: str, dtype: str) -> InputError:
     return InputError(
         "Adapters are added to the weights with which the run began; got "
         f"{str(folder)!r} with {what}. Put the former files back, or move the folder away: --merge "
-        f"then takes what the run has kept, rounded to {kind}."
+        f"then takes what the run has kept, rounded to {dtype}."
     )
 
 
@@ -133,20 +133,20 @@ def base_weights(
     with ExitStack() as stack:
         source = None
         if config.init_from is not None and rounded:
-            (kind,) = rounded
+            (dtype,) = rounded
             try:
                 source = stack.enter_context(open_weights())
             except UserError as error:
                 note(
-                    f"WARNING: the weights are those that the run has kept, rounded to {kind}, "
+                    f"WARNING: the weights are those that the run has kept, rounded to {dtype}, "
                     f"since those of its pretrained model cannot be read: {error}"
                 )
             else:
-                there = source.tensors.types
+                file_types = source.tensors.types
                 for name, before in types.noted.items():
-                    if there.get(name, before) != before:
-                        what = f"{name} in {there[name]}"
-                        raise _other_weights(source.tensors.folder, what, kind)
+                    if file_types.get(name, before) != before:
+                        what = f"{name} in {file_types[name]}"
+                        raise _other_weights(source.tensors.folder, what, dtype)
         yield BaseWeights(arrays, source)
 
 
@@ -160,14 +160,14 @@ def merged(
 ) -> Float[np.ndarray, "..."]:
     """The kernel at `path` with its adapter, if it has one, in float32: W + scale * A B."""
     weight = base.read(path, place, number)
-    part, _, kind = path.rpartition("/")
-    names = [f"{part}/{kind}" for kind in ADAPTERS]
-    if kind != KERNEL or names[0] not in arrays:
+    module, _, leaf = path.rpartition("/")
+    names = [f"{module}/{adapter}" for adapter in ADAPTERS]
+    if leaf != KERNEL or names[0] not in arrays:
         return weight
     a, b = (place.weight_of(np.asarray(arrays[name]), number) for name in names)
     # Matrices of experts lie one after another.
     if a.ndim + b.ndim == weight.ndim + 2:
-        a, b = (as_matrix(x, kind) for x, kind in zip((a, b), ADAPTERS, strict=True))
+        a, b = (as_matrix(x, adapter) for x, adapter in zip((a, b), ADAPTERS, strict=True))
     added = np.matmul(a, b)
     assert weight.size == added.size, "they belong to the kernel"
     return weight.astype(np.float32) + lora.scale * added.reshape(weight.shape)
@@ -187,9 +187,9 @@ def write_merged(
     """Writes the files of a model, whose adapters are added to the weights: those of `base`, or of
     `arrays` by default. Returns the types of the tensors."""
     weights = base or BaseWeights(arrays, None)
-    found = _places_of(arrays, places)
+    by_path = _places_of(arrays, places)
 
     def weight(path: str, number: int) -> Shaped[np.ndarray, "..."]:
-        return merged(arrays, path, found[path], number, lora, weights)
+        return merged(arrays, path, by_path[path], number, lora, weights)
 
-    return write_tensors(found, weight, folder, dtype_of, shard_bytes=shard_bytes, stem=stem)
+    return write_tensors(by_path, weight, folder, dtype_of, shard_bytes=shard_bytes, stem=stem)

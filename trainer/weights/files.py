@@ -57,7 +57,7 @@ class Tensors:
     @property
     def types(self) -> dict[str, str]:
         """Type of every tensor, as numpy names it."""
-        return {name: DTYPES[kind] for name, kind in self.dtypes.items()}
+        return {name: DTYPES[dtype] for name, dtype in self.dtypes.items()}
 
     @property
     def kinds(self) -> str:
@@ -68,20 +68,20 @@ class Tensors:
     def largest_kind(self) -> str:
         """The type of the most numbers."""
         sizes: Counter[str] = Counter()
-        for name, kind in self.types.items():
-            sizes[kind] += math.prod(self.shapes[name])
-        return max(sizes, key=lambda kind: sizes[kind])
+        for name, dtype in self.types.items():
+            sizes[dtype] += math.prod(self.shapes[name])
+        return max(sizes, key=lambda dtype: sizes[dtype])
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str]) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str]) -> None:
         """Raises unless these are the tensors of a model; `tied` ones may be there as copies."""
-        unknown = [name for name in self.shapes if name not in wanted and name not in tied]
-        missing = [name for name in wanted if name not in self.shapes]
+        unknown = [name for name in self.shapes if name not in shapes and name not in tied]
+        missing = [name for name in shapes if name not in self.shapes]
         lines = [
-            *(f"  {name}: {list(wanted[name])} in the model, not in the files" for name in missing),
+            *(f"  {name}: {list(shapes[name])} in the model, not in the files" for name in missing),
             *(f"  {name}: {list(self.shapes[name])} in the files, not in the model"
               for name in unknown),
             *(f"  {name}: {list(self.shapes[name])} in the files, {list(shape)} in the model"
-              for name, shape in wanted.items()
+              for name, shape in shapes.items()
               if name in self.shapes and self.shapes[name] != shape),
         ]  # fmt: skip
         if lines:
@@ -92,10 +92,10 @@ class Tensors:
                 f"got {str(self.folder)!r} with others:\n{listed}{more}\n"
                 "Leave out flags --model.*, or download the files again."
             )
-        for name, kind in self.dtypes.items():
-            if kind not in DTYPES:
+        for name, dtype in self.dtypes.items():
+            if dtype not in DTYPES:
                 raise UnsupportedError(
-                    f"Tensors must be of type {', '.join(DTYPES)}; got {name} of type {kind} in "
+                    f"Tensors must be of type {', '.join(DTYPES)}; got {name} of type {dtype} in "
                     f"{str(self.folder)!r}, which is not supported. Use a checkpoint that is not "
                     "quantised."
                 )
@@ -113,7 +113,7 @@ class Tensors:
         rows = self.shapes[name][0]
         parts = [slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096)]
         return all(
-            np.array_equal(self.slices[name][part], self.slices[other][part]) for part in parts
+            np.array_equal(self.slices[name][index], self.slices[other][index]) for index in parts
         )
 
 
@@ -150,12 +150,12 @@ def open_tensors(
                 f"{str(folder / (index or {})[lost[0]])!r}. Download the files again."
             )
         left_out = Counter(filter(None, map(part_of, slices)))
-        found = {name_of(name): x for name, x in slices.items() if not part_of(name)}
+        model_slices = {name_of(name): x for name, x in slices.items() if not part_of(name)}
         yield Tensors(
             folder=folder,
-            shapes={name: tuple(x.get_shape()) for name, x in found.items()},
-            dtypes={name: x.get_dtype() for name, x in found.items()},
-            slices=found,
+            shapes={name: tuple(x.get_shape()) for name, x in model_slices.items()},
+            dtypes={name: x.get_dtype() for name, x in model_slices.items()},
+            slices=model_slices,
             left_out=left_out,
         )
 
@@ -177,7 +177,7 @@ def _index(folder: Path, stem: str) -> dict[str, str] | None:
         return None
     path = folder / index_of(stem)
     if not path.exists():
-        pickles = sorted(found.name for kind in PICKLES for found in folder.glob(kind))
+        pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
         why = f", but {pickles[0]}, which is never unpickled" if pickles else ""
         raise InputError(
             f"init_from must hold {one_file(stem)} or {index_of(stem)}; got {str(folder)!r} with "

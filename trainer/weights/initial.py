@@ -37,13 +37,13 @@ class TensorWeights(InitialWeights):
     def read(self, weights: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Shaped[Array, "..."]]:
         """Reads each device's own slices of the weights' files. All processes must call it."""
 
-        def read_one(path: tuple[Any, ...], wanted: Any) -> Array:
+        def read_one(path: tuple[Any, ...], weight: Any) -> Array:
             place = self.places[path_name(path)]
 
             def part(index: Any) -> Shaped[np.ndarray, "..."]:
-                return self._part(place, index, wanted.dtype)
+                return self._part(place, index, weight.dtype)
 
-            return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+            return jax.make_array_from_callback(weight.shape, weight.sharding, part)
 
         return jax.tree_util.tree_map_with_path(read_one, weights)
 
@@ -51,15 +51,15 @@ class TensorWeights(InitialWeights):
         self, place: Place, index: tuple[slice, ...], dtype: Any
     ) -> Shaped[np.ndarray, "..."]:
         """The part of a weight that lies on one device."""
-        numbers, rest = place.numbers(index)
-        part: Any = None
+        numbers, in_tensor = place.numbers(index)
+        shard: Any = None
         for at, number in np.ndenumerate(numbers):
             tensor = place.tensors[number]
-            values = place.read(self.tensors.slices[tensor], rest)
-            if part is None:
-                part = _aligned((*numbers.shape, *values.shape), dtype)
-            self._fill(part[at], values, tensor)
-        return part
+            values = place.read(self.tensors.slices[tensor], in_tensor)
+            if shard is None:
+                shard = _aligned((*numbers.shape, *values.shape), dtype)
+            self._fill(shard[at], values, tensor)
+        return shard
 
     def _fill(self, target: Shaped[np.ndarray, "..."], values: Any, tensor: str) -> None:
         """Copies values of a tensor, and raises unless they are finite in its type."""

@@ -50,13 +50,13 @@ class Share:
             last = cover[-1]
             cover = [*cover[:-1], slice(last.start * count, last.stop * count)]
             return np.asarray(tensor[tuple(cover)])[..., self.index :: count]
-        rows, *others = cover
+        rows, *columns = cover
         if self.groups == 1:
-            return np.asarray(tensor[(slice(rows.start + before, rows.stop + before), *others)])
-        whole = np.asarray(tensor[(slice(0, self.groups * sum(self.sizes)), *others)])
-        whole = whole.reshape(self.groups, -1, *whole.shape[1:])
-        own = whole[:, before : before + self.sizes[self.index]]
-        return own.reshape(-1, *own.shape[2:])[rows]
+            return np.asarray(tensor[(slice(rows.start + before, rows.stop + before), *columns)])
+        grouped = np.asarray(tensor[(slice(0, self.groups * sum(self.sizes)), *columns)])
+        grouped = grouped.reshape(self.groups, -1, *grouped.shape[1:])
+        weight = grouped[:, before : before + self.sizes[self.index]]
+        return weight.reshape(-1, *weight.shape[2:])[rows]
 
     def joined(self, parts: Sequence[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
         """The tensor of all its weights, in their order."""
@@ -65,11 +65,11 @@ class Share:
         grouped = [x.reshape(self.groups, -1, *x.shape[1:]) for x in parts]
         return np.concatenate(grouped, axis=1).reshape(-1, *parts[0].shape[1:])
 
-    def whole_shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, from that of the weight's part."""
         if self.columns:
-            return (*own[:-1], own[-1] * len(self.sizes))
-        return (self.groups * sum(self.sizes), *own[1:])
+            return (*shape[:-1], shape[-1] * len(self.sizes))
+        return (self.groups * sum(self.sizes), *shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ class Place:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of each of its tensors."""
-        own = self.tensor_shape
-        return own if self.share is None else self.share.whole_shape(own)
+        shape = self.tensor_shape
+        return shape if self.share is None else self.share.whole_shape(shape)
 
     def numbers(self, index: Sequence[slice]) -> tuple[np.ndarray, Sequence[slice]]:
         """The numbers of the tensors of a part of the weight, shaped as the part begins; and the
@@ -119,20 +119,22 @@ class Place:
     def read(self, tensor: Any, index: Sequence[slice]) -> Shaped[np.ndarray, "..."]:
         """A part of the weight of one layer, by a slice of step 1 for each dimension; reads as
         little as slices allow."""
-        ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
+        ranges = [
+            dim_slice.indices(size)[:2] for dim_slice, size in zip(index, self.shape, strict=True)
+        ]
         cover, split, inner = [], [], []
         for group in self.groups:
             if not group:
                 cover.append(slice(0, 1))
                 continue
-            first, *rest = group
+            first, *inner_dims = group
             # Of the first dimension only what is wanted, and of the others, which lie within it,
             # everything.
-            size = math.prod(self.shape[dim] for dim in rest)
+            size = math.prod(self.shape[dim] for dim in inner_dims)
             start, stop = ranges[first]
             cover.append(slice(start * size, stop * size))
-            split += [stop - start, *(self.shape[dim] for dim in rest)]
-            inner += [slice(None), *(slice(*ranges[dim]) for dim in rest)]
+            split += [stop - start, *(self.shape[dim] for dim in inner_dims)]
+            inner += [slice(None), *(slice(*ranges[dim]) for dim in inner_dims)]
         if self.share is None:
             block = np.asarray(tensor[tuple(cover)])
         else:
@@ -149,15 +151,15 @@ class Place:
         return [dim for group in self.groups for dim in group]
 
 
-def by_tensor(found: Mapping[str, Place]) -> dict[str, list[tuple[str, int]]]:
+def by_tensor(places: Mapping[str, Place]) -> dict[str, list[tuple[str, int]]]:
     """For each tensor, its weights, in their order: path, and number of the tensor in its place."""
     tensors: dict[str, list[tuple[str, int]]] = {}
-    for path, place in found.items():
+    for path, place in places.items():
         for number, name in enumerate(place.tensors):
             tensors.setdefault(name, []).append((path, number))
 
-    def order(part: tuple[str, int]) -> int:
-        share = found[part[0]].share
+    def order(entry: tuple[str, int]) -> int:
+        share = places[entry[0]].share
         return 0 if share is None else share.index
 
     return {name: sorted(parts, key=order) for name, parts in tensors.items()}

@@ -27,18 +27,18 @@ def keep_types(folder: Path, tensors: Tensors) -> None:
 class ExportTypes:
     """The type of every tensor that is exported."""
 
-    wanted: str | None
+    requested: str | None
     """The type that the user asks for; None for those of the pretrained model."""
     default: str = "float32"
     """The type of tensors of which none is noted."""
     noted: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_run(cls, kept: Path, wanted: str | None, default: str = "float32") -> ExportTypes:
+    def of_run(cls, kept: Path, requested: str | None, default: str = "float32") -> ExportTypes:
         """Those of a run that keeps this folder of its pretrained model, which may not exist."""
         path = kept / TYPES
         noted = read_object(path) if path.is_file() else {}
-        return cls(wanted=wanted, default=default, noted=noted)
+        return cls(requested=requested, default=default, noted=noted)
 
     def before(self, name: str) -> str:
         """The type that a tensor had in the pretrained model."""
@@ -49,4 +49,4 @@ class ExportTypes:
         rates of a hybrid, has no other type than float32: 16 bits would be too few for it."""
         before = self.before(name)
         is_wide = before == "float32" and {*self.noted.values()} > {"float32"}
-        return jnp.dtype(before if self.wanted is None or is_wide else self.wanted)
+        return jnp.dtype(before if self.requested is None or is_wide else self.requested)

@@ -30,14 +30,14 @@ def write_tensors(
     """Writes the files of tensors, and their index if there are several. `dtype_of` gives a
     tensor's type by its name; those that there are are returned. A file has at most `shard_bytes`,
     unless one tensor has more."""
-    found = by_tensor(places)
-    dtypes = {name: np.dtype(dtype_of(name)) for name in found}
+    weights = by_tensor(places)
+    dtypes = {name: np.dtype(dtype_of(name)) for name in weights}
     sizes = {
         name: math.prod(places[path].whole_shape) * dtypes[name].itemsize
-        for name, ((path, _), *_) in found.items()
+        for name, ((path, _), *_) in weights.items()
     }
     shards: list[list[str]] = [[]]
-    for name in found:
+    for name in weights:
         if shards[-1] and sum(sizes[x] for x in shards[-1]) + sizes[name] > shard_bytes:
             shards.append([])
         shards[-1].append(name)
@@ -46,8 +46,8 @@ def write_tensors(
         file = one_file(f"{stem}-{number:05}-of-{len(shards):05}" if shards[1:] else stem)
         tensors = {}
         for name in names:
-            parts = [_tensor(weight(x, n), x, places[x], dtypes[name]) for x, n in found[name]]
-            share = places[found[name][0][0]].share
+            parts = [_tensor(weight(x, n), x, places[x], dtypes[name]) for x, n in weights[name]]
+            share = places[weights[name][0][0]].share
             tensors[name] = parts[0] if share is None else share.joined(parts)
         write_file(folder / file, tensors)
         files |= dict.fromkeys(names, file)

@@ -89,8 +89,8 @@ def export_run(
     before: Any = "float32" if values is None else values.get("torch_dtype")
     apart, ids = config.has_adapters and not merge, dict[str, int | None]()
     check_merge(config, run_dir, merge=merge)
-    known = before if before in get_args(Dtype) and not apart else "float32"
-    kind, types = dtype or known, ExportTypes.of_run(kept, dtype, known)
+    default_dtype = before if before in get_args(Dtype) and not apart else "float32"
+    weight_dtype, types = dtype or default_dtype, ExportTypes.of_run(kept, dtype, default_dtype)
     family: str = family_of(config.model)
     if values is not None and family == family_of(describe(values, CONFIG).model):
         family = values["model_type"]  # Two families may have the same models.
@@ -99,7 +99,7 @@ def export_run(
         base = None if values is None else describe(values, CONFIG).model
         name, described = ADAPTER_CONFIG, peft_config(config, base, family, note=note)
     else:
-        name, described = CONFIG, config_values(config, values, kind, note=note)
+        name, described = CONFIG, config_values(config, values, weight_dtype, note=note)
         if ids := token_ids(config, beside.get(TOKENIZER), kept / TOKENIZER):
             described |= ids
             # It has those of the tokenizer that the model came with.
@@ -109,39 +109,40 @@ def export_run(
     if generation and not apart:
         described["eos_token_id"] = generation["eos_token_id"]
     shapes = shapes_on_host(NextToken(config))
-    weights, found = restore_model(
+    weights, restored_step = restore_model(
         run_dir, config, shapes, step=step, only_trained=apart, note=note
     )
     arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
-    written = kind
+    written = weight_dtype
 
     def open_base() -> Any:
         return open_pretrained(config, split_adapters(shapes)[1])
 
-    def write(part: Path) -> None:
+    def write(folder: Path) -> None:
         nonlocal written
         if apart:
             write_file(
-                part / ADAPTER_FILE, peft_tensors(arrays, jnp.dtype(kind), config.model, family)
+                folder / ADAPTER_FILE,
+                peft_tensors(arrays, jnp.dtype(weight_dtype), config.model, family),
             )
         else:
             of_model = partial(places, model=config.model, family=family)
             options: dict[str, Any] = {"shard_bytes": shard_bytes}
             with base_weights(arrays, of_model, config, open_base, types, note=note) as base:
                 written = write_merged(
-                    arrays, of_model, config.lora, part, types.of, base=base, **options
+                    arrays, of_model, config.lora, folder, types.of, base=base, **options
                 )
         for file, path in beside.items():
-            copy_file(path, part / file)
+            copy_file(path, folder / file)
         if generation:
-            (part / GENERATION).write_text(
+            (folder / GENERATION).write_text(
                 json.dumps(generation, indent=2) + "\n", encoding="utf-8"
             )
         # Last: a kill leaves a hidden folder without it.
-        (part / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        (folder / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
     write_folder(out, write, option="OUT")
-    return Exported(step=found, dtype=written, files=len(list(out.glob("*.safetensors"))))
+    return Exported(step=restored_step, dtype=written, files=len(list(out.glob("*.safetensors"))))
 
 
 def _with_stops(
@@ -160,20 +161,20 @@ def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:
     data, with what lies beside it: the model has learnt its ids. Where that is the one of the
     pretrained model, or there is none, it is what the run has kept."""
     data = config.data
-    found = kept_files(kept)
-    own = None if config.init_from is None else config.init_from / TOKENIZER
+    files = kept_files(kept)
+    pretrained_tokenizer = None if config.init_from is None else config.init_from / TOKENIZER
     tokenizer = data.tokenizer
-    if tokenizer is not None and not (tokenizer == own and TOKENIZER in found):
+    if tokenizer is not None and not (tokenizer == pretrained_tokenizer and TOKENIZER in files):
         _require_file(tokenizer, "data.tokenizer")
         # The files of one tokenizer belong together.
-        found = {name: path for name, path in found.items() if name == GENERATION}
-        found |= files_of_tokenizer(tokenizer.parent) | {TOKENIZER: tokenizer}
+        files = {name: path for name, path in files.items() if name == GENERATION}
+        files |= files_of_tokenizer(tokenizer.parent) | {TOKENIZER: tokenizer}
     if data.chat_template is not None:
         _require_file(data.chat_template, "data.chat_template")
         # It is that of conversations with tools too.
-        found = {name: path for name, path in found.items() if TEMPLATES_FOLDER not in name}
-        found[TEMPLATE_FILE] = data.chat_template
-    return found
+        files = {name: path for name, path in files.items() if TEMPLATES_FOLDER not in name}
+        files[TEMPLATE_FILE] = data.chat_template
+    return files
 
 
 def _require_file(path: Path, name: str) -> None:
@@ -207,39 +208,39 @@ def config_values(
     """The config.json of a run: that of its pretrained model, with what the run has changed."""
     model = config.model
     if values is None:
-        found = to_values(model, length=config.seq_len, dtype=dtype)
+        exported = to_values(model, length=config.seq_len, dtype=dtype)
     else:
-        found = {**values, "torch_dtype": dtype}
+        exported = {**values, "torch_dtype": dtype}
         described = describe(values, CONFIG)
         if plain(described.model).rope != plain(model).rope:
             # The positions are stretched: the model is for longer sequences now.
             length = rope_length(model.rope, max(described.length, config.seq_len))
-            found = {name: value for name, value in found.items() if name not in ROPE}
-            found |= rotary_values(model) | {"max_position_embeddings": length}
+            exported = {name: value for name, value in exported.items() if name not in ROPE}
+            exported |= rotary_values(model) | {"max_position_embeddings": length}
         if without_rope(described.model) != without_rope(model):
             # Flags have changed more than positions.
-            length = found.get("max_position_embeddings", config.seq_len)
-            found = {name: value for name, value in found.items() if name != "layer_types"}
-            tokens = {name: x for name, x in found.items() if name.endswith("_token_id")}
-            found |= to_values(model, length=length, dtype=dtype) | tokens
-        length = found.get("max_position_embeddings")
+            length = exported.get("max_position_embeddings", config.seq_len)
+            exported = {name: value for name, value in exported.items() if name != "layer_types"}
+            tokens = {name: x for name, x in exported.items() if name.endswith("_token_id")}
+            exported |= to_values(model, length=length, dtype=dtype) | tokens
+        length = exported.get("max_position_embeddings")
         if isinstance(length, int) and config.seq_len > length:
             # Servers refuse or cut what is longer.
-            raised = found | {"max_position_embeddings": config.seq_len}
-            if _same_model(raised, found):
-                found = raised
+            raised = exported | {"max_position_embeddings": config.seq_len}
+            if _same_model(raised, exported):
+                exported = raised
             else:
                 note(
                     f"{CONFIG} keeps max_position_embeddings={length}, on which its model "
                     f"depends, though the rows of the run have {config.seq_len} tokens"
                 )
-    again = describe(found, CONFIG).model
+    again = describe(exported, CONFIG).model
     assert without_rope(again) == without_rope(model), "a config.json says what it was made of"
-    return found
+    return exported
 
 
-def _same_model(values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+def _same_model(values: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     try:
-        return describe(values, CONFIG).model == describe(others, CONFIG).model
+        return describe(values, CONFIG).model == describe(other, CONFIG).model
     except UnsupportedError:
         return False

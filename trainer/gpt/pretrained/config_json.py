@@ -103,8 +103,8 @@ def read_description(folder: Path) -> Description:
 def describe(values: Mapping[str, Any], name: str) -> Description:
     """What the values of a config.json say."""
     values = text_values(values, name)
-    kind = values.get("model_type")
-    if kind is None and isinstance(values.get("model"), dict):
+    model_type = values.get("model_type")
+    if model_type is None and isinstance(values.get("model"), dict):
         run = str(Path(name).parent)
         raise UnsupportedError(
             f"--init-from takes a model in the format of Hugging Face; got {name!r}, that of a run "
@@ -112,25 +112,26 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
             f"{run} --allow-changes with the flags to change; or begin a new one with its weights: "
             f"python -m trainer.gpt.export {run} exported, then --init-from exported."
         )
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedError(
             f"The architecture must be one of {', '.join(FAMILIES)}; got {name!r} with "
-            f"model_type={kind!r}, architectures={values.get('architectures')}. Use another model."
+            f"model_type={model_type!r}, architectures={values.get('architectures')}. Use another "
+            "model."
         )
-    family, transformers = FAMILIES[kind], transformers_for(name)
-    reader = transformers.CONFIG_MAPPING[kind]
+    family, transformers = FAMILIES[model_type], transformers_for(name)
+    reader = transformers.CONFIG_MAPPING[model_type]
     # A null says something only where the default is something else, as of a window.
     values = {
         key: value
         for key, value in values.items()
         if value is not None or getattr(reader, key, None) is not None
     }
-    _check_keys(values, kind, {*transformers.GenerationConfig().to_dict(), *IDLE}, name)
+    _check_keys(values, model_type, {*transformers.GenerationConfig().to_dict(), *IDLE}, name)
     family.check_types(values, name)
     family.check(values, name)
     family.rope.check(values, name)
     of_model = {*READ, *family.keys}.difference(NAMES)
-    read = with_defaults({key: x for key, x in values.items() if key in of_model}, kind, name)
+    read = with_defaults({key: x for key, x in values.items() if key in of_model}, model_type, name)
     model = family.model(read)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     model = replace(
@@ -143,20 +144,20 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.
     rope = replace(simple.rope, stretches=model.rope.stretches)
     length = read.values["max_position_embeddings"]
-    return Description(family=kind, model=replace(simple, rope=rope), length=length)
+    return Description(family=model_type, model=replace(simple, rope=rope), length=length)
 
 
 def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The values of the text model, in the form of a folder that has it alone."""
-    outer_kind = str(values.get("model_type"))
-    if outer_kind in FAMILIES:
-        return FAMILIES[outer_kind].importable(values)
-    if outer_kind not in MULTIMODAL:
+    outer_type = str(values.get("model_type"))
+    if outer_type in FAMILIES:
+        return FAMILIES[outer_type].importable(values)
+    if outer_type not in MULTIMODAL:
         return values
-    kind, inner = MULTIMODAL[outer_kind], values.get("text_config")
-    inner_kind = TEXT_PARTS.get(outer_kind, kind)
-    if not isinstance(inner, dict) or inner.get("model_type", inner_kind) != inner_kind:
-        needed = f"an object with model_type {inner_kind}"
+    model_type, inner = MULTIMODAL[outer_type], values.get("text_config")
+    inner_type = TEXT_PARTS.get(outer_type, model_type)
+    if not isinstance(inner, dict) or inner.get("model_type", inner_type) != inner_type:
+        needed = f"an object with model_type {inner_type}"
         raise ConfigValues(values, name).wrong("text_config", needed, inner)
     ties = "tie_word_embeddings"
     if inner.get(ties, values.get(ties)) != values.get(ties, inner.get(ties)):
@@ -164,26 +165,28 @@ def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     outer = ("dtype", "torch_dtype", ties, "quantization_config")
     return {
         **{key: values[key] for key in outer if key in values},
-        **(inner if inner_kind == kind else _of_family(inner, inner_kind, kind, name)),
-        "model_type": kind,
-        "architectures": [FAMILIES[kind].architecture],
+        **(inner if inner_type == model_type else _of_family(inner, inner_type, model_type, name)),
+        "model_type": model_type,
+        "architectures": [FAMILIES[model_type].architecture],
     }
 
 
-def _of_family(inner: Mapping[str, Any], inner_kind: str, kind: str, name: str) -> dict[str, Any]:
+def _of_family(
+    inner: Mapping[str, Any], inner_type: str, model_type: str, name: str
+) -> dict[str, Any]:
     """A `text_config` of another type, which has other defaults, as values of a family."""
-    keys = {*READ, *FAMILIES[kind].keys}.difference(NAMES)
+    keys = {*READ, *FAMILIES[model_type].keys}.difference(NAMES)
     written = {key: inner[key] for key in inner.keys() & keys}
-    read = with_defaults(written, inner_kind, name).values
+    read = with_defaults(written, inner_type, name).values
     ropes = (SCALING, THETA)
     rope = {key: x for key, x in read[NESTED].items() if key not in KEYS_OF_IMAGES}
     read = {key: read[key] for key in keys.difference(ropes) & read.keys()}
     return {**{key: x for key, x in inner.items() if key not in ropes}, **read, NESTED: rope}
 
 
-def _check_keys(values: Mapping[str, Any], kind: str, idle: set[str], name: str) -> None:
+def _check_keys(values: Mapping[str, Any], model_type: str, idle: set[str], name: str) -> None:
     """Raises if a key is unknown, or its value is not supported."""
-    family = FAMILIES[kind]
+    family = FAMILIES[model_type]
     keys, only = {*READ, *family.keys}, {**ONLY, **family.only}
     for key, value in values.items():
         if key in keys or key in idle - only.keys() or key.startswith("_"):
@@ -192,7 +195,7 @@ def _check_keys(values: Mapping[str, Any], kind: str, idle: set[str], name: str)
             require(key, value, only[key], name)
         elif value is not None:
             raise UnsupportedError(
-                f"Every key must be known for a model of kind {kind} in {name!r}; got {key}="
+                f"Every key must be known for a model of kind {model_type} in {name!r}; got {key}="
                 f"{value!r}, which may make it another model. Use another model; if transformers "
                 "takes no notice of the key, delete it from the file."
             )

@@ -143,22 +143,22 @@ def ending_of(path: Path) -> int | None:
     tokenizer, or else the first of `eos_of`."""
     from trainer.gpt.tokenizer import load_tokenizer
 
-    found: int | None = load_tokenizer(path).eos_token_id
-    return next(iter(eos_of(path.parent)), None) if found is None else found
+    token: int | None = load_tokenizer(path).eos_token_id
+    return next(iter(eos_of(path.parent)), None) if token is None else token
 
 
 def eos_of(folder: Path) -> tuple[int, ...]:
     """The tokens at which a model stops elsewhere; none if no file of its folder names one. As in
     transformers, generation_config.json comes before config.json."""
     for path in (folder / GENERATION, folder / CONFIG):
-        found: Any = read_object(path).get("eos_token_id") if path.is_file() else None
-        ids: list[Any] = found if isinstance(found, list) else [found]
+        value: Any = read_object(path).get("eos_token_id") if path.is_file() else None
+        ids: list[Any] = value if isinstance(value, list) else [value]
         if ids in ([], [None]):
             continue
         if not all(type(x) is int for x in ids):
             raise InputError(
                 "eos_token_id of a model must be an id or a list of ids; got "
-                f"{found!r} in {str(path)!r}. Download the file again."
+                f"{value!r} in {str(path)!r}. Download the file again."
             )
         # Some files write -1 for none.
         return tuple(x for x in ids if x >= 0)

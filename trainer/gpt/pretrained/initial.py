@@ -59,8 +59,8 @@ def kept_files(folder: Path) -> dict[str, Path]:
     """The files beside the weights of a model that say how text becomes tokens, and how the model
     is used, by their path in its folder."""
     generation = folder / GENERATION
-    others = {GENERATION: generation} if generation.is_file() else {}
-    return files_of_tokenizer(folder) | others
+    generation_file = {GENERATION: generation} if generation.is_file() else {}
+    return files_of_tokenizer(folder) | generation_file
 
 
 def copy_file(source: Path, target: Path) -> None:
@@ -83,7 +83,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         by_weight = dict(places(named, config.model, described.family))
         needed = {name: place.whole_shape for place in by_weight.values() for name in place.tensors}
         tensors = FAMILIES[described.family].adapt(tensors, needed)
-        images = sum(tensors.left_out.get(part, 0) for part in IMAGES)
+        images = sum(tensors.left_out.get(prefix, 0) for prefix in IMAGES)
         if images and not config.init_text_only:
             raise InputError(
                 "A model must be of text alone, or --init-text-only must say that its text model "
@@ -95,8 +95,8 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for _, x in leaves)
         dtype = jnp.dtype(max((x for _, x in leaves), key=lambda x: x.size).dtype)
         left_out = longer = ""
-        for part, count in tensors.left_out.items():
-            left_out += f"; without {count} tensors {part}*, which are no part of the text model"
+        for prefix, count in tensors.left_out.items():
+            left_out += f"; without {count} tensors {prefix}*, which are no part of the text model"
         if config.seq_len > described.length:
             longer = (
                 f"; it is made for sequences of {described.length:,} tokens, and seq_len is "

@@ -85,15 +85,15 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
     inner = file.get("text_config") or file
     if not isinstance(inner, dict):
         raise ConfigValues(file, name).wrong("text_config", "the settings of a model", inner)
-    whole = str(file.get("model_type"))
-    of_images = MULTIMODAL.get(whole)
+    outer_type = str(file.get("model_type"))
+    of_images = MULTIMODAL.get(outer_type)
     # Only the whole model says whether its embedding is tied.
     outer = {TIES: file[TIES]} if TIES in file else {}
-    part = {"model_type": TEXT_PARTS.get(whole, of_images)} if of_images else {}
-    values: dict[str, Any] = {**outer, **part, **inner}
-    kind, refused = str(values.get("model_type")), None
-    if of_images or kind in FAMILIES:
-        _check_experts(values, kind, name)
+    text_type = {"model_type": TEXT_PARTS.get(outer_type, of_images)} if of_images else {}
+    values: dict[str, Any] = {**outer, **text_type, **inner}
+    model_type, refused = str(values.get("model_type")), None
+    if of_images or model_type in FAMILIES:
+        _check_experts(values, model_type, name)
         _check_needed(values, _NEEDED, name)
         try:
             model = describe(file if of_images else values, name).model
@@ -104,14 +104,14 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
             is_taken = path.name == CONFIG and (of_images or inner is file)
             sizes = sizes_of_gpt(model, name=name)
             return FileModel(sizes=sizes, run=tuple(run) if is_taken else ())
-    if kind in FAMILIES:
-        FAMILIES[kind].check_types(values, name)
-        model = plain(FAMILIES[kind].model(_read_sizes(values, kind, name)))
+    if model_type in FAMILIES:
+        FAMILIES[model_type].check_types(values, name)
+        model = plain(FAMILIES[model_type].model(_read_sizes(values, model_type, name)))
         return FileModel(sizes=sizes_of_gpt(model, name=name, assumed=refused), run=())
     values = {"architectures": file.get("architectures"), **values}
-    if kind not in FURTHER and not allow_unknown:
+    if model_type not in FURTHER and not allow_unknown:
         raise _unknown(values, name)
-    return FileModel(sizes=_of_others(values, kind, name, refused), run=())
+    return FileModel(sizes=_of_others(values, model_type, name, refused), run=())
 
 
 def _file_of(name: str) -> Path:
@@ -119,13 +119,15 @@ def _file_of(name: str) -> Path:
     return path / CONFIG if path.is_dir() else path
 
 
-def _of_others(values: Mapping[str, Any], kind: str, name: str, assumed: str | None) -> ModelSizes:
+def _of_others(
+    values: Mapping[str, Any], model_type: str, name: str, assumed: str | None
+) -> ModelSizes:
     """The sizes of a model of no family: in all layers, attention and an MLP."""
-    is_known = kind in FURTHER
-    _check_experts(values, kind, name)
+    is_known = model_type in FURTHER
+    _check_experts(values, model_type, name)
     _check_needed(values, _NEEDED if is_known else _NEEDED_OF_UNKNOWN, name)
-    found = _read_sizes(values, kind, name)
-    read, number = found.values, found.number
+    sizes = _read_sizes(values, model_type, name)
+    read, number = sizes.values, sizes.number
     layers, width = number("num_hidden_layers"), number("hidden_size")
     heads = number("num_attention_heads")
     settings: dict[str, Any] = {
@@ -136,10 +138,10 @@ def _of_others(values: Mapping[str, Any], kind: str, name: str, assumed: str | N
         "kv_heads": number("num_key_value_heads", default=heads),
         "head_dim": number("head_dim", default=max(width // heads, 1)),
         "mlp_width": number("intermediate_size"),
-        "mlp": "gelu" if kind in WITHOUT_GATE else "swiglu",
+        "mlp": "gelu" if model_type in WITHOUT_GATE else "swiglu",
         "tied_head": read.get(TIES, False),
-        "qk_norm": kind in NORMALISED or any(read.get(key) for key in IF_NORMALISED),
-        "windows": pattern(_windows(found, is_known=is_known)),
+        "qk_norm": model_type in NORMALISED or any(read.get(key) for key in IF_NORMALISED),
+        "windows": pattern(_windows(sizes, is_known=is_known)),
     }
     try:
         model = GPTConfig(**settings)
@@ -154,56 +156,56 @@ def _of_others(values: Mapping[str, Any], kind: str, name: str, assumed: str | N
     return sizes_of_gpt(model, name=name, assumed=assumed)
 
 
-def _read_sizes(values: Mapping[str, Any], kind: str, name: str) -> ConfigValues:
+def _read_sizes(values: Mapping[str, Any], model_type: str, name: str) -> ConfigValues:
     """The sizes of a model; those that the file leaves out are the defaults of transformers."""
     # Null means the default, but for windows, where it means none, and for the heads of keys.
-    given = {
+    written = {
         key: value
         for key, value in values.items()
         if key in _SIZES and (value is not None or key == "sliding_window")
     }
-    if values.get("num_key_value_heads", 0) is None and "num_attention_heads" in given:
-        given["num_key_value_heads"] = given["num_attention_heads"]
-    found = ConfigValues(given, name)
+    if values.get("num_key_value_heads", 0) is None and "num_attention_heads" in written:
+        written["num_key_value_heads"] = written["num_attention_heads"]
+    sizes = ConfigValues(written, name)
     for key in _NUMBERS:
-        if given.get(key) is not None:
-            found.number(key)
-    if kind not in FAMILIES and kind not in FURTHER:
-        return found
-    read = with_defaults(given, kind, name).values
+        if written.get(key) is not None:
+            sizes.number(key)
+    if model_type not in FAMILIES and model_type not in FURTHER:
+        return sizes
+    read = with_defaults(written, model_type, name).values
     # Only the whole of a model of text and images has the key in transformers.
-    return ConfigValues({**read, TIES: given.get(TIES, read.get(TIES, False))}, name)
+    return ConfigValues({**read, TIES: written.get(TIES, read.get(TIES, False))}, name)
 
 
-def _windows(found: ConfigValues, *, is_known: bool) -> tuple[int | None, ...]:
+def _windows(sizes: ConfigValues, *, is_known: bool) -> tuple[int | None, ...]:
     """The sliding window of each layer, where the file is taken at its word; None without one."""
-    read, layers = found.values, found.values["num_hidden_layers"]
+    read, layers = sizes.values, sizes.values["num_hidden_layers"]
     is_used, types = read.get("use_sliding_window"), read.get("layer_types")
     if not isinstance(is_used, bool | None):
-        raise found.wrong("use_sliding_window", "true or false", is_used)
+        raise sizes.wrong("use_sliding_window", "true or false", is_used)
     if read.get("sliding_window") is None or is_used is False:
         return (None,) * layers
-    window = found.number("sliding_window")
+    window = sizes.number("sliding_window")
     if types is None:
-        period = found.number("sliding_window_pattern", default=layers + 1)
+        period = sizes.number("sliding_window_pattern", default=layers + 1)
         types = [FULL if (i + 1) % period == 0 else SLIDING for i in range(layers)]
     if not isinstance(types, list) or len(types) != layers:
-        wanted = f"a list with an entry for each of {layers} layers"
-        raise found.wrong("layer_types", wanted, types)
+        needed = f"a list with an entry for each of {layers} layers"
+        raise sizes.wrong("layer_types", needed, types)
     for x in types:
         if is_known and x not in (FULL, SLIDING):
-            raise found.wrong("layer_types", f"{FULL} or {SLIDING} for each layer", x)
+            raise sizes.wrong("layer_types", f"{FULL} or {SLIDING} for each layer", x)
     return tuple(window if x == SLIDING else None for x in types)
 
 
-def _check_experts(values: Mapping[str, Any], kind: str, name: str) -> None:
+def _check_experts(values: Mapping[str, Any], model_type: str, name: str) -> None:
     """Raises if layers have experts that are not those of a family."""
     of_experts = [x for x, family in FAMILIES.items() if family.experts is not None]
     count = next((key for key in _EXPERTS if values.get(key)), None)
-    if count is not None and kind not in of_experts:
+    if count is not None and model_type not in of_experts:
         raise UnsupportedError(
             f"{name}: experts are planned for models of {', '.join(of_experts)}; got "
-            f"model_type={kind} with {count}={values[count]}. Plan a recipe with such layers "
+            f"model_type={model_type} with {count}={values[count]}. Plan a recipe with such layers "
             "instead."
         )
 

@@ -84,7 +84,7 @@ predict more than one token."""
 
 def part_of(name: str) -> str | None:
     """The other part of a model to which a tensor belongs; None for the text model."""
-    return next((part for part in OTHER_PARTS if name.startswith(part)), None)
+    return next((prefix for prefix in OTHER_PARTS if name.startswith(prefix)), None)
 
 
 def name_of_text(name: str) -> str:

@@ -69,9 +69,9 @@ def transformers_for(name: str) -> Any:
     return load_transformers(f"The {CONFIG} of a pretrained model", name)
 
 
-def with_defaults(written: Mapping[str, Any], kind: str, name: str) -> ConfigValues:
+def with_defaults(written: Mapping[str, Any], model_type: str, name: str) -> ConfigValues:
     """The values that transformers reads, with its defaults of this `model_type`."""
-    reader = transformers_for(name).CONFIG_MAPPING[kind]
+    reader = transformers_for(name).CONFIG_MAPPING[model_type]
     try:
         read: Any = reader(**copy.deepcopy(dict(written))).get_text_config()
     except Exception as error:  # Whatever the values make it raise.

@@ -120,8 +120,8 @@ class ExpertLayers:
             shape = tensors.shapes.get(source, ())
             if shape[1:] == (count * rows, columns) and shape[0] > expert:
                 before = rows if which == "up" else 0
-                part = _OfExpert(tensors.slices[source], expert, before)
-                fused[name] = part, tensors.dtypes[source]
+                rows_of_expert = _OfExpert(tensors.slices[source], expert, before)
+                fused[name] = rows_of_expert, tensors.dtypes[source]
                 used.add(source)
         return replaced(tensors, shapes, fused, used)
 
@@ -138,9 +138,9 @@ def replaced(
         shapes={k: x for k, x in tensors.shapes.items() if k not in used}
         | {name: shapes[name] for name in parts},
         dtypes={k: x for k, x in tensors.dtypes.items() if k not in used}
-        | {name: kind for name, (_, kind) in parts.items()},
+        | {name: dtype for name, (_, dtype) in parts.items()},
         slices={k: x for k, x in tensors.slices.items() if k not in used}
-        | {name: part for name, (part, _) in parts.items()},
+        | {name: slices for name, (slices, _) in parts.items()},
     )
 
 

@@ -192,14 +192,16 @@ class Family:
         written in it."""
         return {"rope": self.rope.read(values, written, model)}
 
-    def values(self, model: GPTConfig, kind: str, *, length: int, dtype: str) -> dict[str, Any]:
+    def values(
+        self, model: GPTConfig, model_type: str, *, length: int, dtype: str
+    ) -> dict[str, Any]:
         """The values of a config.json of which `model` and `forward` make the model again."""
         layers = self.layer_values(model)
         if self.experts is not None:
             layers |= self.experts.values(model)
         return {
             "architectures": [self.architecture],
-            "model_type": kind,
+            "model_type": model_type,
             "torch_dtype": dtype,
             "vocab_size": model.vocab_size,
             "hidden_size": model.width,

@@ -73,8 +73,8 @@ class GptOss(Family):
             if blocks in tensors.shapes and scales in tensors.shapes:
                 experts, width, outputs = shapes[name]
                 if tensors.shapes[blocks] == (experts, outputs, width // 32, 16):
-                    part = _Unpacked(tensors.slices[blocks], tensors.slices[scales])
-                    unpacked[name] = part, "BF16"
+                    matrices = _Unpacked(tensors.slices[blocks], tensors.slices[scales])
+                    unpacked[name] = matrices, "BF16"
                     used |= {blocks, scales}
         return replaced(tensors, shapes, unpacked, used)
 

@@ -83,7 +83,7 @@ class Hybrid(Family):
 
     def layer_values(self, model: GPTConfig) -> dict[str, Any]:
         """The values of a config.json in which layers differ, of which the family has some."""
-        types = {mixer: kind for kind, mixer in MIXERS.items()}
+        types = {mixer: layer_type for layer_type, mixer in MIXERS.items()}
         linear = model.linear.of_model(model)
         return {
             "layer_types": [types[mixer] for mixer in model.layer_mixers],

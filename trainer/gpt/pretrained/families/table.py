@@ -86,9 +86,9 @@ TEXT_PARTS = {"qwen3_vl": "qwen3_vl_text"}
 def family_of(model: GPTConfig) -> str:
     """The `model_type` of which a model is."""
     simple = plain(model)
-    for kind, family in FAMILIES.items():
+    for model_type, family in FAMILIES.items():
         if family.fits(simple):
-            return kind
+            return model_type
     options = {name: getattr(model, name) for name in (*OPTIONS, *SCALES, "windows", "mixers")}
     raise UnsupportedError(
         f"A model that is exported must be one of {', '.join(FAMILIES)}; got "
@@ -106,5 +106,5 @@ def rotary_values(model: GPTConfig) -> dict[str, Any]:
 
 def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
     """The values of a config.json: `describe` gives the model again."""
-    kind = family_of(model)
-    return FAMILIES[kind].values(model, kind, length=length, dtype=dtype)
+    model_type = family_of(model)
+    return FAMILIES[model_type].values(model, model_type, length=length, dtype=dtype)
