@@ -34,9 +34,8 @@ Rotation = Float32[Array, "2 B T half"] | None
 class GPTAttention(nnx.Module):
     """Projections, norms of heads, rotary positions, sinks and gate around an attention callable.
 
-    With a gate, the projection to queries has twice the channels: those of each head are its query
-    and then its gate, whose sigmoid multiplies the output (Qwen3-Next,
-    https://arxiv.org/abs/2505.06708).
+    With a gate, the projection to queries has twice the channels: each head has its query and then
+    its gate, whose sigmoid multiplies the output (Qwen3-Next, https://arxiv.org/abs/2505.06708).
     """
 
     query: nnx.LinearGeneral

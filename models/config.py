@@ -23,12 +23,12 @@ class RopeConfig:
     and `none` is a layer without rotary positions. `10000 10000 1000000` gives every third layer a
     longer wavelength."""
     scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
-    """How the angles shrink for longer contexts: "none" shrinks no angle; "linear" shrinks all
-    angles by the same factor (https://arxiv.org/abs/2306.15595); "ntk" shrinks those of long
-    wavelengths more, by a larger base; "llama3" and "yarn" shrink only those of long wavelengths,
-    as in Llama 3.1 and in YaRN (https://arxiv.org/abs/2309.00071)."""
+    """Rule that shrinks the angles for longer contexts: "none" shrinks no angle; "linear" shrinks
+    all angles by the same factor (https://arxiv.org/abs/2306.15595); "ntk" shrinks the angles of
+    long wavelengths more, by a larger base; "llama3" and "yarn" shrink only the angles of long
+    wavelengths, as in Llama 3.1 and in YaRN (https://arxiv.org/abs/2309.00071)."""
     factor: float = 1.0
-    """Length of the new context divided by that of the context that the model was trained on."""
+    """Length of the new context divided by the length that the model was trained on."""
     original_length: int | None = None
     """Length in tokens of the context that the model was trained on; "llama3" and "yarn" need
     it."""
@@ -39,7 +39,7 @@ class RopeConfig:
     attention_factor: float | None = None
     """Factor of queries and keys with "yarn". The default is 0.1 * ln(factor) + 1."""
     truncate: bool = True
-    """Whether "yarn" begins and ends its blend at whole pairs of channels; gpt-oss does not."""
+    """True if "yarn" begins and ends its blend at whole pairs of channels; gpt-oss does not."""
     channels: int | None = None
     """Number of channels of each head that turn: the first ones, an even number. The default is all
     of them."""
@@ -118,20 +118,20 @@ class GPTConfig:
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     """Kind of MLP: "swiglu" and "geglu" are gated and have three matrices, "gelu" has two."""
     tied_head: bool = False
-    """Whether the embedding also serves as the output projection."""
+    """True if the embedding also serves as the output projection."""
     scaled_embedding: bool = False
-    """Whether embeddings are multiplied by the square root of `width`, as in Gemma."""
+    """True if embeddings are multiplied by the square root of `width`, as in Gemma."""
     qkv_bias: bool = False
-    """Whether the projections to queries, keys and values have a bias, as in Qwen2."""
+    """True if the projections to queries, keys and values have a bias, as in Qwen2."""
     out_bias: bool = False
-    """Whether the projection from attention has a bias, as in gpt-oss."""
+    """True if the projection from attention has a bias, as in gpt-oss."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised before they are rotated, as in Qwen3."""
+    """True if queries and keys are normalised before they are rotated, as in Qwen3."""
     qk_norm_over: Literal["head", "heads"] = "head"
-    """What such a norm takes the mean over: the channels of each head, or those of all heads, as in
-    OLMo 2."""
+    """Channels that a norm of queries and keys takes its mean over: the channels of each head, or
+    of all heads together, as in OLMo 2."""
     sinks: bool = False
-    """Whether each head has a learned logit that counts in the denominator of its softmax, as in
+    """True if each head has a learned logit that counts in the denominator of its softmax, as in
     gpt-oss."""
     softcap: float | None = None
     """Cap c of the logits of attention, c * tanh(logit / c), as in Gemma 2. The default is none."""
@@ -140,32 +140,32 @@ class GPTConfig:
     scale_dim: int | None = None
     """The logits of attention are scaled by scale_dim ** -0.5. The default is `head_dim`."""
     norms: Norms = "before"
-    """Whether what attention and MLP take is normalised, what they add to the residual stream, as
+    """Place of the norms of a block: the inputs of attention and MLP ("before"), their outputs, as
     in OLMo 2 ("after"), or both, as in Gemma 2."""
     norm_offset: bool = False
-    """Whether norms multiply by 1 + their scale, as in Gemma."""
+    """True if norms multiply by 1 + their scale, as in Gemma."""
     norm_eps: float = 1e-6
     """Number that norms add to the mean square."""
     attention_gate: bool = False
-    """Whether a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
+    """True if a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
     Qwen3.5."""
     mixers: tuple[Literal["attention", "linear", "ssd"], ...] = ("attention",)
-    """What each layer mixes tokens with: the list repeats. `linear linear linear attention` is
-    three layers of linear attention and one of attention, repeated, as in Qwen3.5."""
+    """Mixer of each layer, which combines tokens: the list repeats. `linear linear linear
+    attention` is three layers of linear attention and one of attention, repeated, as in Qwen3.5."""
     linear: LinearConfig = field(default_factory=LinearConfig)
     """Layers of linear attention."""
     ssd: SSDConfig = field(default_factory=SSDConfig)
     """Layers of Mamba-2."""
     feed_forwards: tuple[Literal["mlp", "experts"], ...] = ("mlp",)
-    """What follows attention in each layer: the list repeats. `mlp experts` is Llama 4, and
-    `experts` a model with experts in all layers."""
+    """Feed-forward of each layer, which follows its mixer: the list repeats. `mlp experts` is Llama
+    4, and `experts` a model with experts in all layers."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     """Layers of experts."""
     windows: tuple[int | Literal["none"], ...] = ("none",)
     """Number of tokens that a token of each layer attends to, itself and those before it: the list
     repeats, and `none` attends to all earlier tokens. `4096` is Mistral, and `512 512 512 none` is
-    three local layers and a global layer, repeated. Entries for layers of linear attention have no
-    effect, and neither have those of rope.bases."""
+    three local layers and a global layer, repeated. Layers of linear attention ignore their entries
+    here and in rope.bases."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -239,7 +239,7 @@ class GPTConfig:
 
     @property
     def layer_mixers(self) -> tuple[str, ...]:
-        """What each layer mixes tokens with: "attention", or a mixer with a recurrence."""
+        """The mixer of each layer: "attention", or one with a recurrence."""
         return _of_layers(self.mixers, self.layers)
 
     @property
@@ -258,14 +258,14 @@ class GPTConfig:
         return self.of_attention(self.layer_windows)
 
     def of_attention(self, entries: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Those entries of a list for all layers that are for layers with attention."""
+        """The entries for layers with attention, from a list with an entry for each layer."""
         pairs = zip(self.layer_mixers, entries, strict=True)
         return tuple(entry for mixer, entry in pairs if mixer == "attention")
 
     @property
     def has_one_window(self) -> bool:
-        """Whether all layers with attention have the same window, or none: it is then that of the
-        attention."""
+        """True if all layers with attention have the same window, or none: the attention callable
+        then has it."""
         return len(set(self.attention_windows)) <= 1
 
     @property
@@ -275,6 +275,6 @@ class GPTConfig:
 
 
 def _of_layers(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:
-    """The entries of a list that repeats, for each layer; None for the word."""
+    """An entry for each layer, from a list that repeats; None in place of the word `none`."""
     entries = (pattern[i % len(pattern)] for i in range(layers if pattern else 0))
     return tuple(None if entry == "none" else entry for entry in entries)

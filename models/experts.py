@@ -30,7 +30,7 @@ from models.parts.experts import ExpertsConfig
 from startrail_jax.xla.varying import vary, varying_axes
 
 MOST_ROWS = 2048
-"""Rows of the largest tiles."""
+"""Most rows of a tile."""
 FILLED = 2
 """Tiles that the mean expert fills, at least (see `tile_rows`). On an H100, a tile of 128 rows of
 Qwen3-30B-A3B took 0.12 ms in both passes, most of it in kernels that larger tiles do not slow."""
@@ -73,7 +73,7 @@ class ExpertLinear(nnx.Module):
         self.scale = 0.0
 
     def weights(self, name: str) -> dict[str, Array]:
-        """The kernel under a name, and the matrices of adapters under that and their own."""
+        """The kernel under `name`, and matrices of adapters under names such as "up/a"."""
         every = {name: self.kernel, f"{name}/a": self.lora_a, f"{name}/b": self.lora_b}
         return {x: weight[...] for x, weight in every.items() if weight is not None}
 
@@ -406,7 +406,8 @@ by_dispatch.defvjp(
 
 
 class _Dispatch:
-    """Which assignments of this device each message has: those of each device, in their order."""
+    """Divides the assignments of this device into messages, each with some for every device, in
+    order."""
 
     def __init__(self, axes: tuple[str, ...], experts: int, chosen: Int32[Array, "tokens k"]):
         self._axes, self._experts, self._chosen = axes, experts, chosen
@@ -440,7 +441,7 @@ class _Dispatch:
         return received, *(self.exchange(y).reshape(-1, 1) for y in (expert, share))
 
     def exchange(self, x: Shaped[Array, "P ..."]) -> Shaped[Array, "P ..."]:
-        """Part i goes to device i, and what comes from it takes its place."""
+        """Sends part i to device i, and puts the part received from device i in its place."""
         return lax.all_to_all(x, self._axes, 0, 0, tiled=True)
 
 
@@ -467,7 +468,7 @@ def _weights_of(narrow: Any, expert: Array) -> Any:
 
 
 def _zero_gradients(weights: Any, x: Array, shares: Array, dout: Array) -> tuple[Any, Array, Array]:
-    """Zeros to which the gradients of weights, x and shares are added; of shares in one row."""
+    """Zeros to which the gradients of weights, x and shares are added; shares have a single row."""
     arrays = (weights, x, shares, dout)
     of_weights = jax.tree.map(lambda w: _zeros(w.shape, arrays), weights)
     return of_weights, _zeros(x.shape, arrays), _zeros(shares.size, arrays)

@@ -66,9 +66,9 @@ class Added(NamedTuple):
         return cls(auxiliary, Balance(jnp.zeros(experts), probability), jnp.zeros(()))
 
     def of_layers(self, count: int, config: ExpertsConfig) -> Added:
-        """Means over this many layers, from sums, with the balancing loss of the model if it has
-        one: Switch's loss, equation (4), of the means, as in transformers. All tokens of a device
-        get the same number, from the mean probabilities of the device."""
+        """Means over this many layers, from sums. Adds the balancing loss of the whole model if
+        there is one: Switch's loss, equation (4), of the means, as in transformers. All tokens of a
+        device get the same number, from the mean probabilities of the device."""
         load, probability = self.balance.load / count, self.balance.probability / count
         auxiliary = self.auxiliary
         if config.balance_over == "model":
@@ -88,8 +88,9 @@ class GPT(nnx.Module):
         hooks: Hooks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Builds the model with float32 weights, which `models.parts.gpt` declares. Those of layers
-        of the same two parts are stacked, [layers, ...], in `blocks` and its like.
+        """Builds the model with float32 weights, which `models.parts.gpt` declares. Layers with the
+        same mixer and feed-forward have stacked weights, [layers, ...], in `blocks` or a stack of
+        their own.
 
         Args:
             config: sizes and options. What belongs to the attention itself is left to
@@ -100,6 +101,7 @@ class GPT(nnx.Module):
                 of those of the config: the list repeats. None for those that `attention_fn` shows.
             hooks: how the model runs; None runs it as it is written.
             rngs: source of the initial weights.
+
         """
         self.config, self.dtype = config, jnp.dtype(config.dtype)
         width, dtype = config.width, self.dtype

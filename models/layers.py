@@ -75,7 +75,7 @@ class MakeNorm:
     epsilon: float
     """Number added to the mean square."""
     offset: bool = False
-    """Whether they multiply by 1 + their scale, which begins with 0."""
+    """True if norms multiply by 1 + their scale, which begins with 0."""
     mean: Callable[[Array], Array] = lambda x: x
     """The mean over the devices that share heads: see `Hooks.mean_over_tensor`."""
 

@@ -36,7 +36,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring layers that are one loop: groups of layers of these kinds, in this order."""
+    """Neighbouring layers that one loop runs: groups of layers of these kinds, in this order."""
 
     first: Mapping[str, int]
     """For each stack, the number of its layers in earlier stretches."""

@@ -1,4 +1,4 @@
-"""What mixers with a recurrence have in common: see `models.parts.recurrence`."""
+"""Layers and weights that all mixers with a recurrence have: see `models.parts.recurrence`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RecurrentMixer(nnx.Module):
     key_conv: nnx.Param
     value_conv: nnx.Param
     out_bias: nnx.Param | None = None
-    """A bias of what the layer adds to the stream; none."""
+    """Bias of the output of the layer; always None."""
 
     def build(
         self,
@@ -159,6 +159,6 @@ def _conv_kernel(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
 
 
 def _step_bias(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    """What softplus turns into steps of 0.001 to 0.1."""
+    """Biases that softplus turns into steps of 0.001 to 0.1."""
     time = jnp.exp(uniform(key, shape, math.log(0.001), math.log(0.1)))
     return time + jnp.log(-jnp.expm1(-time))

@@ -37,7 +37,7 @@ class Rope:
     """Wavelengths that are stretched: none; all, by one factor ("linear"); the more the longer
     ("ntk"); or the long ones alone ("llama3" and "yarn")."""
     factor: float = 1.0
-    """Ratio of a wavelength after stretching to the one before; of "ntk", that of the longest."""
+    """Ratio of a wavelength after stretching to the one before; with "ntk", of the longest one."""
     original_length: int | None = None
     """Tokens of the original context; "llama3" and "yarn" need it to tell long wavelengths from
     short ones."""
@@ -47,7 +47,7 @@ class Rope:
     truncate: bool = True
     """True if "yarn" begins and ends its blend at whole pairs."""
     attention_factor: float | None = None
-    """Factor of rotated queries and keys; None for that of the papers: see `magnitude`."""
+    """Factor of rotated queries and keys; None for the factor of the papers: see `magnitude`."""
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:

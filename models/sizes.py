@@ -1,4 +1,4 @@
-"""Which sizes a model can have. Imports no jax, so that a config can ask too."""
+"""Checks of the sizes of a model. Imports no jax, so that a config can call them."""
 
 from __future__ import annotations
 

@@ -36,34 +36,35 @@ OVER_TENSOR: Mapping[str, tuple[str, ...]] = {
     "expert_mlp": (),
     "shared_mlp": (),
 }
-"""The dimensions that are split over `tensor`. Of key heads there may be fewer than devices: these
-have the mesh axes that divide the heads that need them, and each device takes a copy of its own."""
+"""The dimensions that are split over `tensor`. There may be fewer key heads than devices: their
+entries name the mesh axes that divide the heads that use them, and each device then takes a copy of
+the key heads that it needs."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a model."""
+    """A weight of a model."""
 
     stacks: tuple[str, ...]
     """Leading dimensions that count weights which lie beside each other: layers, and experts."""
     inputs: tuple[str, ...]
-    """Dimensions that a product with a token contracts; none for what is no matrix."""
+    """Dimensions that a product with a token contracts; none for an array that is not a matrix."""
     outputs: tuple[str, ...]
     """The other dimensions."""
     init: str = "normal"
-    """How it begins: "zeros", "ones", "normal" of variance 1 / inputs, "out" of a variance that
+    """Initial values: "zeros", "ones", "normal" of variance 1 / inputs, "out" of a variance that
     falls with depth, or a name that its module knows."""
     projects: bool = False
-    """Whether it is a projection of a layer, which may have adapters, and which Muon updates."""
+    """True for a projection of a layer, which may have adapters, and which Muon updates."""
     precise: bool = False
-    """Whether it is used in float32, although it is no vector."""
+    """True if it is used in float32, although it is not a vector."""
     decays: bool = True
-    """Whether weight decay applies to it."""
+    """True if weight decay applies to it."""
     of_text: bool = False
-    """Whether it multiplies the tokens of a text or of an image, and none of the sequence."""
+    """True if it multiplies the tokens of a text or of an image, and no tokens of the sequence."""
     shared: bool = False
-    """Whether it is the matrix of an adapter beside the side of its kernel that is not split: every
-    device along `tensor` uses all of it."""
+    """True for the matrix of an adapter on the side of its kernel that is not split: every device
+    along `tensor` uses all of it."""
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -72,17 +73,17 @@ class Weight:
 
     @property
     def is_vector(self) -> bool:
-        """Whether it is small, and used in float32: one dimension for each layer, or `precise`."""
+        """True if it is small and used in float32: one dimension for each layer, or `precise`."""
         return self.precise or len(self.dims) == 1 + self.is_stacked
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it is one array for all layers."""
+        """True if it is one array for all layers."""
         return LAYERS in self.stacks
 
     @property
     def of_experts(self) -> bool:
-        """Whether it lies with its expert, to which tokens may be sent."""
+        """True for a weight of experts, which lies with its expert; tokens may be sent there."""
         return EXPERTS in self.stacks
 
     @property
@@ -99,7 +100,7 @@ class Weight:
         return math.prod(self.shape(sizes))
 
     def adapter(self, name: str) -> Weight:
-        """One of `ADAPTERS` of a kernel."""
+        """The matrix of an adapter of this kernel, by its name in `ADAPTERS`."""
         sides = {"outputs": (RANK,)} if name == ADAPTERS[0] else {"inputs": (RANK,)}
         narrow = replace(self, **sides)
         shared = self.tensor_dim is not None and narrow.tensor_dim is None
@@ -152,12 +153,13 @@ def layer_weights(weights: Mapping[str, Weight], stack: str) -> dict[str, Weight
 
 
 def find(weights: Mapping[str, Weight], path: str) -> Weight | None:
-    """The weight at a path, or one whose moment or adapter is there; None for what is none.
+    """The weight at a path, or whose moment or adapter has this path; None for any other path.
 
     Args:
         weights: all weights of a model, by path, without adapters.
         path: such as `blocks/mlp/up/kernel`, or `0/mu/blocks/mlp/up/lora_a` in the state of an
             optimizer.
+
     """
     names = path.split("/")
     adapter = names[-1] if names[-1] in ADAPTERS else None

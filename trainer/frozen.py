@@ -1,4 +1,4 @@
-"""Which weights are not trained (`--frozen`). Imports no jax."""
+"""Names of the weights that are not trained (`--frozen`). Imports no jax."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
 
 
 def _near(pattern: str, names: Sequence[str]) -> Sequence[str]:
-    """A few names that have a part like one of a pattern, or any."""
+    """A few names with a component like one of the pattern's; else the first names."""
     parts = [x.strip("*").lower() for x in pattern.split("/")]
 
     def is_near(name: str) -> bool:

@@ -1,8 +1,8 @@
 """Attention of a GPT: its weights and sizes. `models.attention` computes it.
 
 While it decodes, a layer keeps the keys and values of all tokens, [seq, kv_heads, head_dim] each.
-Between the passes it keeps its output and its log-sum-exp, or what `--remat` says besides. What it
-sends depends on the mesh: `startrail_jax.communication` counts it.
+Between the passes it keeps its output and its log-sum-exp, and more if `--remat` says so. Its
+messages depend on the mesh: `startrail_jax.communication` counts them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def weights(config: Model) -> dict[str, Weight]:
 
 
 def sizes(config: Model) -> dict[str, int]:
-    """The sizes of its dimensions. A gate has as many channels as the query, and lies beside it."""
+    """Sizes by name of dimension. A gate has as many channels as the query, and lies beside it."""
     return {
         "heads": config.heads,
         "kv_heads": config.kv_heads,
@@ -46,8 +46,8 @@ def sizes(config: Model) -> dict[str, int]:
 
 
 def moved(sizes: Mapping[str, int]) -> int:
-    """Elements of a token, over all heads, that the kernels between its matrix products read and
-    write in a forward pass: those of rotary positions, and of a gate."""
+    """Elements of a token, over all heads, that rotary positions and a gate, which run between the
+    matrix products, read and write in a forward pass."""
     queries, keys = (sizes[name] * sizes["head_dim"] for name in ("heads", "kv_heads"))
     is_gated = sizes["query_dim"] > sizes["head_dim"]
     return 2 * (queries + keys) + 3 * queries * is_gated

@@ -34,8 +34,8 @@ def dit_weights() -> dict[str, Weight]:
 
 
 def wan_weights(*, image: bool, text_norm: bool) -> dict[str, Weight]:
-    """All weights of a Wan, by path: one that begins with an image, and that normalises what
-    attends to the text."""
+    """All weights of a Wan, by path. `image`: a video begins with an image; `text_norm`: tokens are
+    normalised before they attend to the text."""
     attention = _HEADS | {f"{x}_bias": bias("heads head_dim") for x in ("query", "key", "value")}
     attention |= {"out_bias": bias("width")}
     attention |= below("query_norm", _NORM_OVER_HEADS) | below("key_norm", _NORM_OVER_HEADS)

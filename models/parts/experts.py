@@ -18,7 +18,7 @@ from startrail_jax.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Layers whose feed-forward is one of experts, of which each token goes to a few."""
+    """Layers whose feed-forward is a set of experts; each token goes to a few of them."""
 
     count: int = 8
     """Number of experts."""
@@ -27,30 +27,33 @@ class ExpertsConfig:
     width: int | None = None
     """Number of hidden channels of an expert. The default is `model.mlp_width`."""
     shared_width: int = 0
-    """The same of a further expert, to which all tokens go. The default is none."""
+    """Number of hidden channels of a shared expert, to which all tokens go. By default there is
+    none."""
     shared_gate: bool = False
-    """Whether the sigmoid of a projection multiplies the output of that expert."""
+    """True if the sigmoid of a projection multiplies the output of the shared expert."""
     activation: Literal["swiglu", "clamped"] = "swiglu"
-    """Activation of the experts: "clamped" is that of gpt-oss."""
+    """Activation of the experts; gpt-oss has "clamped"."""
     biases: bool = False
-    """Whether the router and the experts have biases, as in gpt-oss."""
+    """True if the router and the experts have biases, as in gpt-oss."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the logits of the router into the shares of experts in the output."""
+    """Function that turns the logits of the router into the shares of experts in the output."""
     normalised: bool = True
-    """Whether the shares of the experts of a token are divided by their sum."""
+    """True if the shares of the experts of a token are divided by their sum."""
     balance_loss: float = 0.001
     """Factor of the loss that balances the experts: count * sum_e load_e * probability_e, where
     load_e is the number of tokens that go to expert e, for each token, and probability_e its mean
     probability, so that the loss is top_k in balance (Switch Transformers, equation (4),
-    https://arxiv.org/abs/2101.03961). Tokens are those of the whole batch that the loss counts;
-    with gradient accumulation, or batches of whole documents, those of each part."""
+    https://arxiv.org/abs/2101.03961). All tokens of the batch that the loss counts take part; with
+    gradient accumulation, or batches of whole documents, each part of the batch is balanced by
+    itself."""
     balance_over: Literal["layer", "model"] = "layer"
-    """Of what load_e and probability_e are means: of each layer, whose losses are added up, or of
-    all layers together, as in transformers. The default is "model" for a pretrained model."""
+    """Layers over which load_e and probability_e are means: "layer" adds up the losses of single
+    layers, and "model" takes the means over all layers, as in transformers. The default is "model"
+    for a pretrained model."""
     balance_rate: float = 0.0
-    """How far each step moves a bias of every expert, up if the expert has fewer tokens than the
-    mean, and down if it has more. The bias counts in the choice of experts alone, and balances them
-    without a loss (https://arxiv.org/abs/2408.15664, with 0.001); 0 for none."""
+    """Distance by which each step moves a bias of every expert, up if the expert has fewer tokens
+    than the mean, and down if it has more. The bias counts in the choice of experts alone, and
+    balances them without a loss (https://arxiv.org/abs/2408.15664, with 0.001); 0 for none."""
     z_loss: float = 0.0
     """Factor of the mean square of the log-sum-exp of the router's logits (ST-MoE,
     https://arxiv.org/abs/2202.08906)."""
@@ -74,7 +77,7 @@ class ExpertsConfig:
             check_range(f"model.experts.{name}", value, "at least 0 and finite", way_out)
 
     def check(self, model: Model) -> None:
-        """Raises unless the options fit those of a model."""
+        """Raises unless the options fit a model."""
         check_used(
             "experts",
             self,
@@ -85,7 +88,7 @@ class ExpertsConfig:
         )
 
     def of_model(self, model: Model) -> Any:
-        """The same with all sizes, whose defaults are those of a model."""
+        """The options with all sizes filled in; the model gives the defaults."""
         return replace(self, width=self.width or model.mlp_width)
 
 
@@ -95,7 +98,7 @@ def weights(config: Model) -> dict[str, Weight]:
 
 
 def weights_of(experts: ExpertsConfig) -> dict[str, Weight]:
-    """Those of a layer alone."""
+    """The weights of a layer, by path, from its options alone."""
     declared = {
         "router": weight("width | experts", precise=True),
         "expert_gate/kernel": projection("experts: width | expert_mlp"),
@@ -118,12 +121,12 @@ def weights_of(experts: ExpertsConfig) -> dict[str, Weight]:
 
 
 def sizes(config: Model) -> dict[str, int]:
-    """The sizes of its dimensions."""
+    """Sizes by name of dimension."""
     return sizes_of(config.experts.of_model(config))
 
 
 def sizes_of(experts: Any) -> dict[str, int]:
-    """Those of an `ExpertsConfig` with all sizes."""
+    """Sizes by name of dimension, from an `ExpertsConfig` with all sizes."""
     return {
         "experts": experts.count,
         "expert_mlp": experts.width,

@@ -1,7 +1,6 @@
 """Gated DeltaNet: its options, weights and recurrence. `models.gated_delta` computes it.
 
-What it keeps while it decodes and between the passes, and what it sends, is that of a recurrence:
-see `models.parts.recurrence`.
+See `models.parts.recurrence` for the memory and the messages of a recurrence.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class LinearConfig:
     """Number that the norm of the outputs adds to the mean square. The default is
     `model.norm_eps`."""
     norms: Norms | None = None
-    """Where such layers have norms. The default is `model.norms`."""
+    """Place of the norms in such layers. The default is `model.norms`."""
 
     def __post_init__(self) -> None:
         for name in ("heads", "key_heads", "key_dim", "value_dim", "conv"):
@@ -49,7 +48,7 @@ class LinearConfig:
         check_range("model.linear.norm_eps", self.norm_eps, "above 0 and below 1")
 
     def check(self, model: Model) -> None:
-        """Raises unless the options fit those of a model."""
+        """Raises unless the options fit a model."""
         check_used(
             "linear",
             self,
@@ -67,7 +66,7 @@ class LinearConfig:
             )
 
     def of_model(self, model: Model) -> Any:
-        """The same with all sizes, whose defaults are those of a model."""
+        """The options with all sizes filled in; the model gives the defaults."""
         heads, key_dim = self.heads or model.heads, self.key_dim or model.head_dim
         return replace(
             self,
@@ -100,7 +99,7 @@ def weights(config: Model) -> dict[str, Weight]:
 
 
 def recurrence(config: Model) -> Recurrence:
-    """Its recurrence, the delta rule: it reads a state, corrects it and reads it again."""
+    """The delta rule: it reads a state, corrects it and reads it again."""
     sizes = config.linear.of_model(config)
     names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
     heads = {name: getattr(sizes, name) for name in names}
@@ -108,5 +107,5 @@ def recurrence(config: Model) -> Recurrence:
 
 
 def norms(config: Model) -> Norms:
-    """Where its layers have norms."""
+    """Place of the norms in its layers."""
     return config.linear.norms or config.norms

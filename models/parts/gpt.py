@@ -1,4 +1,4 @@
-"""A GPT: which layers it has, and its weights. `models.gpt` computes it. Imports no jax."""
+"""A GPT: its layers and their weights. `models.gpt` computes it. Imports no jax."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from models.weights import Norms, Weight, below, scale, stacked, weight
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForward:
-    """What follows the mixer of a layer."""
+    """The feed-forward of a layer, which follows its mixer."""
 
     prefix: str
-    """Part of the name of the stacked layers that have it: see `stack_name`."""
+    """Prefix in the name of a stack of such layers: see `stack_name`."""
     weights: Callable[[GPTConfig], dict[str, Weight]]
-    """Its weights, by their paths in it."""
+    """Weights by path in the feed-forward or mixer."""
     sizes: Callable[[GPTConfig], dict[str, int]] = lambda config: {}
-    """The sizes of their dimensions, by name, but for those of a recurrence."""
+    """Sizes of the dimensions of the weights, by name; a `Recurrence` has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixer(FeedForward):
-    """What a layer mixes tokens with."""
+    """The mixer of a layer, which combines tokens."""
 
     module: str
     """The module that computes it, `module:class`."""
     norms: Callable[[GPTConfig], Norms] = lambda config: config.norms
-    """Where its layers have norms."""
+    """Place of the norms in its layers."""
     recurrence: Callable[[GPTConfig], Recurrence] | None = None
     """The states that a layer keeps; None for one that keeps keys and values."""
 
@@ -56,12 +56,12 @@ MIXERS = {
         recurrence=ssd.recurrence,
     ),
 }
-"""What a layer mixes tokens with, by its name in `GPTConfig.mixers`."""
+"""Mixers by their names in `GPTConfig.mixers`."""
 FEED_FORWARDS = {
     "mlp": FeedForward(prefix="", weights=mlp.weights, sizes=mlp.sizes),
     "experts": FeedForward(prefix="expert_", weights=experts.weights, sizes=experts.sizes),
 }
-"""What follows it, by its name in `GPTConfig.feed_forwards`."""
+"""Feed-forwards by their names in `GPTConfig.feed_forwards`."""
 
 
 def stack_name(mixer: str, feed_forward: str) -> str:
@@ -98,8 +98,8 @@ def gpt_weights(config: GPTConfig) -> dict[str, Weight]:
 
 
 def gpt_dims(config: GPTConfig) -> dict[str, int]:
-    """The sizes of the dimensions of all weights, but for the number of layers of each stack, and
-    for recurrences, which have their own."""
+    """Sizes of the dimensions of all weights, without the number of layers of each stack. A
+    `Recurrence` has its own sizes."""
     sizes = {"width": config.width, "vocab": config.vocab_size}
     for mixer, feed_forward in stack_pairs(config).values():
         sizes |= MIXERS[mixer].sizes(config) | FEED_FORWARDS[feed_forward].sizes(config)

@@ -1,7 +1,7 @@
 """The MLP of all models: its weights and sizes. `models.layers.MLP` computes it.
 
-It keeps nothing while it decodes; between the passes its hidden channels, if `--remat` says so. It
-sends nothing but the sum of its outputs over `tensor`.
+It keeps nothing while it decodes; between the passes it keeps its hidden channels if `--remat` says
+so. Its only message is the sum of its outputs over `tensor`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def weights(config: Model) -> dict[str, Weight]:
 
 
 def weights_of(hidden: str, *, gated: bool, biased: bool = False) -> dict[str, Weight]:
-    """Those of an MLP whose hidden channels have this name."""
+    """The weights of an MLP whose dimension of hidden channels has this name."""
     declared = {"gate/kernel": projection(f"width | {hidden}")} if gated else {}
     declared["up/kernel"] = projection(f"width | {hidden}")
     if biased:
@@ -24,5 +24,5 @@ def weights_of(hidden: str, *, gated: bool, biased: bool = False) -> dict[str, W
 
 
 def sizes(config: Model) -> dict[str, int]:
-    """The sizes of its dimensions."""
+    """Sizes by name of dimension."""
     return {"mlp": config.mlp_width}

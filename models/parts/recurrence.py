@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrence:
-    """A recurrence over tokens behind a short convolution, as `startrail_jax.LinearAttention` has
-    it. A layer keeps two arrays while it decodes: its states, and what the convolution sees of the
-    tokens before the next one."""
+    """A recurrence over tokens behind a short convolution, as in `startrail_jax.LinearAttention`. A
+    layer keeps two arrays while it decodes: its states, and the inputs of the convolution that
+    precede the next token."""
 
     rule: str
-    """How a token changes the states: see `startrail_jax.LinearAttention`."""
+    """Name of the rule by which a token changes the states: see `startrail_jax.LinearAttention`."""
     heads: int
     """Heads of values, each with a state [key_dim, value_dim], in float32."""
     key_heads: int
@@ -30,9 +30,9 @@ class Recurrence:
     gates: int
     """Projections to one number for each head, such as a decay."""
     delta: bool
-    """Whether a token writes the difference to what the state holds."""
+    """True if a token writes the difference to what the state holds (the delta rule)."""
     by_channel: bool = False
-    """Whether each channel of a key has its own decay."""
+    """True if each channel of a key has its own decay."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class Recurrence:
         return {"value_heads": self.heads, **{name: getattr(self, name) for name in names}}
 
     def on_device(self, tensor: int) -> Recurrence:
-        """That of a device, where `tensor` devices share the heads."""
+        """The recurrence of one device, where `tensor` devices share the heads."""
         key_heads = max(self.key_heads // tensor, 1)
         return replace(self, heads=self.heads // tensor, key_heads=key_heads)
 
@@ -80,5 +80,5 @@ class Recurrence:
         return (rows, self.heads, self.key_dim, self.value_dim)
 
     def tail_shape(self, rows: int) -> tuple[int, ...]:
-        """Shape of what the convolution sees before the next token."""
+        """Shape of the inputs of the convolution that precede the next token."""
         return (rows, self.conv - 1, self.channels)

@@ -1,7 +1,6 @@
 """Mamba-2: its options, weights and recurrence. `models.ssd` computes it.
 
-What it keeps while it decodes and between the passes, and what it sends, is that of a recurrence:
-see `models.parts.recurrence`.
+See `models.parts.recurrence` for the memory and the messages of a recurrence.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class SSDConfig:
     head_dim: int | None = None
     """Number of channels of a head. The default is `model.head_dim`."""
     groups: int = 1
-    """Number of groups of heads, a divisor of `heads`: the heads of a group share what they write
-    by and read by (B and C), and are normalised together."""
+    """Number of groups of heads, a divisor of `heads`: the heads of a group share B and C, by which
+    they write and read states, and are normalised together."""
     state_dim: int = 128
     """Number of channels of B and C, and rows of a state."""
     conv: int = 4
     """Number of tokens that the short convolution sees, the token itself included."""
     conv_bias: bool = True
-    """Whether the convolution has a bias."""
+    """True if the convolution has a bias."""
     least_step: float = 0.0
     """Least step of a token, after the softplus: 0.001 in Nemotron-H."""
     norm_eps: float | None = None
@@ -45,7 +44,7 @@ class SSDConfig:
         check_range("model.ssd.norm_eps", self.norm_eps, "above 0 and below 1")
 
     def check(self, model: Model) -> None:
-        """Raises unless the options fit those of a model."""
+        """Raises unless the options fit a model."""
         check_used(
             "ssd",
             self,
@@ -62,7 +61,7 @@ class SSDConfig:
             )
 
     def of_model(self, model: Model) -> Any:
-        """The same with all sizes, whose defaults are those of a model."""
+        """The options with all sizes filled in; the model gives the defaults."""
         return replace(
             self,
             heads=self.heads or model.heads,
@@ -97,7 +96,7 @@ def weights(config: Model) -> dict[str, Weight]:
 
 
 def recurrence(config: Model) -> Recurrence:
-    """Its recurrence: states decay, and tokens are added."""
+    """A recurrence whose states decay, and to which tokens are added."""
     sizes = config.ssd.of_model(config)
     return Recurrence(
         rule="ssd",

@@ -78,8 +78,8 @@ class Generator:
         device, and caches). Tokens and positions are in layout order."""
         decode = on_each(self._local_decode, in_specs=(caches, rows, rows))
         self.decode: Callable[..., Any] = compiled(decode, donate_argnums=1)
-        """(weights, caches, tokens [B], their positions [B]) -> what `prefill` returns; the new
-        caches take the memory of the old ones."""
+        """(weights, caches, tokens [B], their positions [B]) -> (next tokens [B], caches), like
+        `prefill`; the new caches take the memory of the old ones."""
 
     def __call__(
         self,
@@ -91,7 +91,8 @@ class Generator:
         stops: Sequence[int] = (),
     ) -> Iterator[tuple[int | None, ...]]:
         """Continues all prompts, which may differ in length: yields the next token of each, up to
-        `num_tokens` times. It is None for a row that has ended, from the token on that ended it."""
+        `num_tokens` times. A row that has ended yields None, beginning with the token that ended
+        it."""
         for prompt in prompts:
             self.check_prompt(prompt)
         ends = [*stops] if end_of_document is None else [end_of_document, *stops]
@@ -277,7 +278,7 @@ class Generator:
     def _choose(
         self, model: GPT, hidden: Float[Array, "b 1 width"], positions: Int32[Array, " b"]
     ) -> Int32[Array, " B"]:
-        """Chooses the tokens at these positions; returns those of all rows, on all devices."""
+        """Chooses the tokens at these positions; returns the tokens of all rows, on all devices."""
         logits = model.logits(hidden)[:, 0]
         count = len(positions)
         data = self.attention.degrees.data
@@ -324,7 +325,8 @@ class Generator:
         }
 
     def _by_stack(self, attend: Any, mix: Any) -> dict[str, Any]:
-        """What the layers of each stack call: `attend`, or `mix` with their recurrence."""
+        """The function that the layers of each stack call: `attend`, or `mix` with their
+        recurrence."""
         return {
             stack: attend if recurrence is None else partial(mix, recurrence)
             for stack, recurrence in self._recurrences.items()
@@ -343,7 +345,7 @@ class Generator:
 
 
 def _written(cache: Sequence[Array], new: Iterable[Array], layer: Array) -> tuple[Array, ...]:
-    """The arrays of all layers, with those of one layer in their place."""
+    """The arrays of all layers, with the new arrays of one layer written into them."""
     return tuple(
         lax.dynamic_update_index_in_dim(slots, x, layer, 0)
         for slots, x in zip(cache, new, strict=True)

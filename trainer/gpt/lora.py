@@ -1,4 +1,4 @@
-"""Low-rank adapters of a run as PEFT, the library of Hugging Face for adapters, has them."""
+"""Low-rank adapters of a run in the format of PEFT, Hugging Face's library for adapters."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from trainer.weights.places import Share
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What PEFT puts in front of the names of a model."""
+"""Prefix of PEFT before the names of a model."""
 _FUSED, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""The matrices of all experts, parameters [experts, ...] in transformers from version 5 on."""
+"""Names of the matrices of all experts, parameters [experts, ...] in transformers from version 5
+on."""
 
 
 def peft_config(
@@ -94,8 +95,8 @@ def _adapted(
     model: GPTConfig, family: str, targets: Collection[str]
 ) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """The adapted projections by their names in transformers: modules, such as "q_proj", and
-    parameters. In a model with experts, PEFT takes modules gate_proj, up_proj and down_proj for the
-    experts; their weights, as parameters, are those of other layers too."""
+    parameters. In a model with experts, PEFT takes modules gate_proj, up_proj and down_proj for
+    experts, so that an MLP there is named by its parameters."""
     weights, modules = gpt_weights(model), dict[str, set[str]]()
     parameters: dict[str, set[str]] = {}
     for stack, table in FAMILIES[family].tables(model).items():
@@ -117,8 +118,8 @@ def peft_tensors(
     arrays: Mapping[str, Any], dtype: Any, model: GPTConfig, family: str
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
-    Where several weights are rows of one tensor, their adapters are one, of the sum of their ranks.
-    Those of experts are [experts * rank, inputs] and [outputs, rank * experts]."""
+    Where several weights are rows of one tensor, they share one adapter, whose rank is the sum of
+    their ranks. Adapters of experts are [experts * rank, inputs] and [outputs, rank * experts]."""
     tensors, weights = {}, gpt_weights(model)
     for stack, table in FAMILIES[family].tables(model).items():
         layers = layers_of(stack, model.layer_mixers, model.layer_feed_forwards)
@@ -189,8 +190,9 @@ def _outputs(model: GPTConfig, rows: Sequence[str]) -> list[int]:
 def _joined(
     pairs: Sequence[Any], outputs: Sequence[int], groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The matrices [inputs, rank] and [rank, outputs] of one layer, joined from those of its rows.
-    A projection without adapters is None, and adds 0."""
+    """The matrices [inputs, rank] and [rank, outputs] of one layer, joined from the adapters of
+    several projections, whose weights are rows of one tensor. A projection without adapters is
+    None, and adds 0."""
     adapted = [pair for pair in pairs if pair is not None]
     matrices = [
         [as_matrix(x, adapter) for x, adapter in zip(x, ADAPTERS, strict=True)] for x in adapted

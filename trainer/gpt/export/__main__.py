@@ -28,7 +28,7 @@ from trainer.run.settings import config_of, load_config
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What to export, and where to."""
+    """Run to export, and folder to write."""
 
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Folder of a run of a GPT."""
@@ -41,9 +41,9 @@ class ExportOptions:
     model; weights of a run without one, and adapters, are float32. Tensors that the pretrained
     model had in float32 among others of 16 bits, such as the A_log of a Qwen3.5, stay float32."""
     merge: bool = False
-    """Whether to add the adapters of a run with LoRA to the weights, for a model that needs no
-    PEFT. Otherwise they are exported by themselves, in PEFT's format. If the run keeps the
-    weights in fewer bits than the files of --init-from, those files are read again."""
+    """True to add the adapters of a run with LoRA to the weights, for a model that needs no PEFT.
+    Otherwise they are exported by themselves, in PEFT's format. If the run keeps the weights in
+    fewer bits than the files of --init-from, those files are read again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -57,11 +57,11 @@ SHARD_BYTES = 2 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """Facts about an export."""
 
     step: int
     dtype: str
-    """Types of the tensors."""
+    """Data types of the tensors."""
     files: int
     """Number of files with tensors."""
 
@@ -79,10 +79,10 @@ def export_run(
 ) -> Exported:
     """Writes the weights of a checkpoint, by default the newest whole one; the folder appears only
     when it is whole. By default, each tensor has the type that it had in the pretrained model, or
-    float32 without one; `dtype` is for all but those in float32 among others of 16 bits. Adapters
-    are float32 by default, and exported by themselves unless `merge` adds them to the weights. A
-    file has at most `shard_bytes` of tensors, unless one tensor has more. `note` is told what the
-    user must know about the checkpoint."""
+    float32 without one; `dtype` applies to all tensors but those in float32 among others of 16
+    bits. Adapters are float32 by default, and exported by themselves unless `merge` adds them to
+    the weights. A file has at most `shard_bytes` of tensors, unless one tensor has more. `note` is
+    called with remarks about the checkpoint."""
     check_new("OUT", out)
     kept = kept_folder(run_dir)
     values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
@@ -148,8 +148,8 @@ def export_run(
 def _with_stops(
     stops: Sequence[int], ends: Sequence[Any], beside: dict[str, Path]
 ) -> dict[str, Any]:
-    """The generation_config.json of a model that has learnt to end answers with some tokens, in
-    place of one `beside` the weights; nothing if there are no such tokens."""
+    """The generation_config.json of a model that has learnt to end answers with the tokens `stops`,
+    in place of the one `beside` the weights; empty without such tokens."""
     if not stops:
         return {}
     values = read_object(beside.pop(GENERATION)) if GENERATION in beside else {}
@@ -157,9 +157,10 @@ def _with_stops(
 
 
 def files_beside_weights(config: GPTTrainConfig, kept: Path) -> dict[str, Path]:
-    """What is exported beside weights and config.json: name -> file. The tokenizer is that of the
-    data, with what lies beside it: the model has learnt its ids. Where that is the one of the
-    pretrained model, or there is none, it is what the run has kept."""
+    """Files to export beside weights and config.json: name -> file. The tokenizer of the data, and
+    the files beside it, come first, since the model has learnt its ids. If the data has no
+    tokenizer, or has that of the pretrained model, the run's copy of the pretrained model's files
+    is taken."""
     data = config.data
     files = kept_files(kept)
     pretrained_tokenizer = None if config.init_from is None else config.init_from / TOKENIZER
@@ -205,7 +206,7 @@ def token_ids(config: GPTTrainConfig, tokenizer: Path | None, kept: Path) -> dic
 def config_values(
     config: GPTTrainConfig, values: Mapping[str, Any] | None, dtype: str, *, note: Any = print
 ) -> dict[str, Any]:
-    """The config.json of a run: that of its pretrained model, with what the run has changed."""
+    """The config.json of a run: its pretrained model's, with the changes of the run."""
     model = config.model
     if values is None:
         exported = to_values(model, length=config.seq_len, dtype=dtype)

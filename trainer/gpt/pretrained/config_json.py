@@ -1,7 +1,7 @@
-"""What a Hugging Face config.json says of a model. Imports no jax.
+"""Reads the model of a Hugging Face config.json. Imports no jax.
 
-transformers reads it: a key that a file leaves out has the default of its class there. What is not
-supported here is refused, and so is a key that is not known, as it might change the model.
+transformers reads the file: a key that it leaves out has the default of its class there.
+Unsupported values are refused, and so are unknown keys, which might change the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer.gpt.pretrained.values import (
 from trainer.places import way_to
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-"""What a model of the Hub is called."""
+"""Pattern of the name of a model on the Hub."""
 # Keys that change no logits, beside those of generation: names, ids, how to train and store.
 IDLE = {
     *("transformers_version", "initializer_range", "attention_dropout", "pretraining_tp"),
@@ -65,21 +65,21 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "use_mrope": (False,),
 }
-"""Keys of all families of which a few values are supported."""
+"""Keys of all families, with the few values that are supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a config.json says."""
+    """The model that a config.json describes."""
 
     family: str
     model: GPTConfig
     length: int
-    """Tokens of the sequences that the model is made for."""
+    """Length in tokens of the sequences that the model is made for."""
 
 
 def read_description(folder: Path) -> Description:
-    """What the config.json of a folder says."""
+    """Reads the config.json of a folder."""
     path = folder / CONFIG
     if not path.is_file():
         advice = "Give the folder into which the model was downloaded."
@@ -101,7 +101,7 @@ def read_description(folder: Path) -> Description:
 
 
 def describe(values: Mapping[str, Any], name: str) -> Description:
-    """What the values of a config.json say."""
+    """Reads the values of a config.json."""
     values = text_values(values, name)
     model_type = values.get("model_type")
     if model_type is None and isinstance(values.get("model"), dict):
@@ -148,7 +148,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
 
 
 def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The values of the text model, in the form of a folder that has it alone."""
+    """The values of the text model, as in the config.json of a text model."""
     outer_type = str(values.get("model_type"))
     if outer_type in FAMILIES:
         return FAMILIES[outer_type].importable(values)
@@ -174,7 +174,7 @@ def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _of_family(
     inner: Mapping[str, Any], inner_type: str, model_type: str, name: str
 ) -> dict[str, Any]:
-    """A `text_config` of another type, which has other defaults, as values of a family."""
+    """Turns a `text_config` of another type, with other defaults, into values of a family."""
     keys = {*READ, *FAMILIES[model_type].keys}.difference(NAMES)
     written = {key: inner[key] for key in inner.keys() & keys}
     read = with_defaults(written, inner_type, name).values

@@ -1,4 +1,4 @@
-"""What a pretrained model decides of the settings of a run: sizes, tokenizer, tokens around a text.
+"""Settings of a run that follow from a pretrained model: sizes, tokenizer, tokens around a text.
 
 Imports neither jax nor, above its functions, numpy: `--help` is fast.
 """
@@ -28,7 +28,8 @@ TOKENIZER_FILES = (
 TEMPLATES_FOLDER = "additional_chat_templates"
 """Folder of chat templates with names, such as one for tools."""
 IDS_OF_BYTES = range(256, 513)
-"""Sizes of the vocabulary of a model whose tokens are bytes: few others may be among them."""
+"""Sizes of the vocabulary of a model whose tokens are bytes: it may have a few tokens beside
+them."""
 
 
 def files_of_tokenizer(folder: Path) -> dict[str, Path]:
@@ -40,8 +41,8 @@ def files_of_tokenizer(folder: Path) -> dict[str, Path]:
 
 def pretrained(folder: Path) -> GPTTrainConfig:
     """Training that goes on from a pretrained model: the default of `train.py --init-from FOLDER`.
-    It is not in the table of recipes, since the model is that of the folder. The settings save
-    memory and change no loss."""
+    It is not in the table of recipes, since the folder gives the model. The settings save memory
+    and change no loss."""
     from trainer.gpt.pretrained.config_json import read_description
 
     described = read_description(folder)
@@ -71,8 +72,9 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
 
 
 def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainConfig:
-    """A config with the tokenizer of its pretrained model, if text needs one and none is given. For
-    data that are tokens, it is left out if an earlier run, and not the user, has chosen it."""
+    """A config with the tokenizer of its pretrained model, if text needs one and none is given. If
+    the data are tokens already, a tokenizer that an earlier run, and not the user, has chosen is
+    left out."""
     if config.init_from is None:
         return config
     from trainer.data.files import holds_tokens
@@ -92,8 +94,8 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
 
 
 def with_vocabulary(config: GPTTrainConfig) -> GPTTrainConfig:
-    """A config whose vocabulary is that of its tokenizer or, in a run that goes on, the former one.
-    A pretrained model keeps its own."""
+    """A config with the vocabulary size of its tokenizer or, in a run that goes on, the former
+    size. A pretrained model keeps its own."""
     path, former = config.data.tokenizer, config.run_dir / CONFIG_FILE
     if config.init_from is not None or path is None or not path.is_file():
         return config
@@ -110,7 +112,8 @@ def with_beginning(
     config: GPTTrainConfig, *, given: bool, inherited: bool = False
 ) -> GPTTrainConfig:
     """A config that begins documents as its pretrained model has always seen them, unless the user
-    has said how. An inherited tokenizer comes with how documents begin: the two belong together."""
+    has set the token (`given`). An inherited tokenizer comes with an inherited token: the two
+    belong together."""
     if config.init_from is None or given:
         return config
     tokenizer = config.data.tokenizer
@@ -123,8 +126,9 @@ def with_beginning(
 
 
 def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False) -> GPTTrainConfig:
-    """A config that ends completions as its pretrained model ends what it says, unless what ends a
-    document is given or inherited. Elsewhere the model stops at that token only."""
+    """A config that ends completions with the token with which its pretrained model ends answers,
+    unless the token at the end of documents is given or inherited. Other programs stop the model at
+    that token only."""
     folder, tokenizer = config.init_from, config.data.tokenizer
     if folder is None or given or inherited or not has_examples(config.data):
         return config
@@ -139,7 +143,7 @@ def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False)
 
 
 def ending_of(path: Path) -> int | None:
-    """The token with which the model of a tokenizer ends what it says: the `eos_token` of the
+    """The token with which the model of a tokenizer ends its answers: the `eos_token` of the
     tokenizer, or else the first of `eos_of`."""
     from trainer.gpt.tokenizer import load_tokenizer
 
@@ -148,8 +152,8 @@ def ending_of(path: Path) -> int | None:
 
 
 def eos_of(folder: Path) -> tuple[int, ...]:
-    """The tokens at which a model stops elsewhere; none if no file of its folder names one. As in
-    transformers, generation_config.json comes before config.json."""
+    """The tokens at which other programs stop a model; none if no file of its folder names one. As
+    in transformers, generation_config.json comes before config.json."""
     for path in (folder / GENERATION, folder / CONFIG):
         value: Any = read_object(path).get("eos_token_id") if path.is_file() else None
         ids: list[Any] = value if isinstance(value, list) else [value]
@@ -166,7 +170,7 @@ def eos_of(folder: Path) -> tuple[int, ...]:
 
 
 def kept_folder(run_dir: Path) -> Path:
-    """What a run keeps of the model with which it began, after a look at the checksums."""
+    """The folder with a run's copies of files of its pretrained model; checks their checksums."""
     folder = run_dir / KEPT_FOLDER
     if (folder / SUMS_FILE).is_file():
         check_sums(
@@ -178,7 +182,7 @@ def kept_folder(run_dir: Path) -> Path:
 
 
 def kept_tokenizer(path: Path | None, config: GPTTrainConfig, run_dir: Path) -> Path | None:
-    """The run's copy of `path`, if that is its pretrained model's tokenizer.json and is gone."""
+    """The run's copy of `path`, if `path` is its pretrained model's tokenizer.json and is gone."""
     copy = run_dir / KEPT_FOLDER / TOKENIZER
     if path is None or config.init_from is None or path != config.init_from / TOKENIZER:
         return None

@@ -37,8 +37,8 @@ class Pretrained(TensorWeights):
     """The weights in the folder of a pretrained model, which fit the model of a run."""
 
     def keep(self, run_dir: Path) -> None:
-        """Copies what is not weights into a run folder, with the types of the tensors. That in
-        config.json becomes one of theirs."""
+        """Copies the files beside the weights into a run folder, and notes the types of the
+        tensors. The type in config.json becomes one of these."""
         source, folder = self.tensors.folder, run_dir / KEPT_FOLDER
         folder.mkdir(exist_ok=True)
         for name, path in kept_files(source).items():
@@ -56,8 +56,8 @@ class Pretrained(TensorWeights):
 
 
 def kept_files(folder: Path) -> dict[str, Path]:
-    """The files beside the weights of a model that say how text becomes tokens, and how the model
-    is used, by their path in its folder."""
+    """The files beside the weights of a model for tokenization and generation, by their path in its
+    folder."""
     generation = folder / GENERATION
     generation_file = {GENERATION: generation} if generation.is_file() else {}
     return files_of_tokenizer(folder) | generation_file
@@ -73,7 +73,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextmanager
 def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]:
-    """The weights in the folder `config.init_from`, which have been compared with the model."""
+    """The weights in the folder `config.init_from`, compared with the model."""
     folder = config.init_from
     assert folder is not None, "the caller asks for it"
     described = read_description(folder)

@@ -1,5 +1,4 @@
-"""The simplest form of the config of a model: two models are equal if theirs are. Imports no
-jax."""
+"""The simplest form of the config of a model, to compare models. Imports no jax."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from startrail_jax.patterns import shortest
 
 
 def plain(model: GPTConfig) -> GPTConfig:
-    """The same model, said in the simplest way: two models are equal if these are."""
+    """The simplest config of a model: two models are equal if their simplest configs are."""
     if model.scale_dim == model.head_dim:
         model = replace(model, scale_dim=None)
     stretches = model.rope.stretches if stretches_some(model) else "all"
@@ -35,18 +34,19 @@ def plain(model: GPTConfig) -> GPTConfig:
 
 
 def pattern(layers: Sequence[Any]) -> tuple[Any, ...]:
-    """The shortest list that says what each layer has, by `none` where that is None."""
+    """The shortest list that gives the entries of all layers when it repeats; `none` stands for
+    None."""
     return tuple("none" if x is None else x for x in shortest(layers))
 
 
 def without_rope(model: GPTConfig) -> tuple[GPTConfig, tuple[bool, ...]]:
-    """The model without what config.json has in another form, or not at all."""
+    """The model without the options that config.json has in another form, or not at all."""
     same = replace(without_losses(model), rope=RopeConfig(), dtype="float32")
     return same, tuple(base is None for base in model.layer_bases)
 
 
 def without_losses(model: GPTConfig) -> GPTConfig:
-    """The model in its simplest form, without what changes no logits."""
+    """The model in its simplest form, without the options that change no logits."""
     model = plain(model)
     if "experts" not in model.feed_forwards:
         return model
@@ -55,14 +55,16 @@ def without_losses(model: GPTConfig) -> GPTConfig:
 
 
 def stretches_some(model: GPTConfig) -> bool:
-    """Whether positions are stretched in the layers without a window, and there are others."""
+    """True if only the layers without a window have stretched positions, and others have a
+    window."""
     rope = model.rope
     mixed = set(model.layer_windows) != {None}
     return rope.stretches == "global" and rope.scaling != "none" and mixed
 
 
 def _like_attention(model: GPTConfig, layers: Sequence[Any]) -> tuple[Any, ...]:
-    """An entry for each layer: layers without attention have that of the first one with it."""
+    """An entry for each layer: layers without attention get the entry of the first layer with
+    attention."""
     pairs = tuple(zip(model.layer_mixers, layers, strict=True))
     first = next(entry for mixer, entry in pairs if mixer == "attention")
     return tuple(entry if mixer == "attention" else first for mixer, entry in pairs)

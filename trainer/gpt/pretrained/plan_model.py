@@ -1,4 +1,4 @@
-"""The model that a plan is made for, by a config.json of Hugging Face. Imports no jax."""
+"""The model of a plan, from a config.json of Hugging Face. Imports no jax."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FURTHER = (
 )
 """Types of model beside `FAMILIES` whose layers are attention and an MLP."""
 WITHOUT_GATE = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
-"""Those of them whose MLP has two matrices, which no config.json says."""
+"""Types in `FURTHER` whose MLP has two matrices, which no config.json says."""
 NORMALISED = ("apertus", "exaone4", "hunyuan_v1_dense", "qwen3_vl_text")
-"""Those of them that normalise the heads of queries and keys in all models."""
+"""Types in `FURTHER` that normalise the heads of queries and keys in all models."""
 IF_NORMALISED = ("qk_layernorm", "use_qk_norm")
-"""Keys by which others say that they do."""
+"""Keys by which models of other types say that they normalise heads."""
 _NEEDED = ("hidden_size", "num_hidden_layers")
 _NEEDED_OF_UNKNOWN = (*_NEEDED, "num_attention_heads", "intermediate_size", "vocab_size")
 _NUMBERS = WHOLE[:7]
@@ -44,7 +44,7 @@ _SIZES = {
     *(*_READ, *CHOICE, "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"),
     *("full_attention_interval", *OF_LINEAR, *COUNTS, *WITH_SHARED, *DENSE, *IF_NORMALISED),
 }
-"""Keys that change the weights of a model, or what its layers attend to."""
+"""Keys that change the weights of a model, or the windows of its layers."""
 _EXPERTS = (*COUNTS, "n_routed_experts")
 _SHOWN = 8
 """Keys of a file that a message names."""
@@ -52,7 +52,7 @@ _IDLE = re.compile(
     r"^_|token|drop|eps|rope|rotary|position|init|act$|activation|dtype|bias|use_cache|loss|coef"
     r"|version|architectures|auto_map|model_type|label|quant|scal|multiplier|softcap|output_"
 )
-"""Keys of a config.json that change neither the number of weights nor what layers attend to."""
+"""Keys of a config.json that change neither the number of weights nor the windows of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def _of_others(
 
 
 def _read_sizes(values: Mapping[str, Any], model_type: str, name: str) -> ConfigValues:
-    """The sizes of a model; those that the file leaves out are the defaults of transformers."""
+    """The sizes of a model, with defaults of transformers for sizes that the file leaves out."""
     # Null means the default, but for windows, where it means none, and for the heads of keys.
     written = {
         key: value
@@ -199,7 +199,7 @@ def _windows(sizes: ConfigValues, *, is_known: bool) -> tuple[int | None, ...]:
 
 
 def _check_experts(values: Mapping[str, Any], model_type: str, name: str) -> None:
-    """Raises if layers have experts that are not those of a family."""
+    """Raises if a model has experts, and its type is no family with experts."""
     of_experts = [x for x, family in FAMILIES.items() if family.experts is not None]
     count = next((key for key in _EXPERTS if values.get(key)), None)
     if count is not None and model_type not in of_experts:
@@ -220,7 +220,7 @@ def _check_needed(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -
 
 
 def _unknown(values: Mapping[str, Any], name: str) -> UnsupportedError:
-    """The error of an architecture whose layers may be others than those that are counted."""
+    """The error of an unknown architecture, whose layers may differ from those that are counted."""
     return UnsupportedError(
         f"{name}: the architecture must be one whose layers the planner can count: see "
         f"docs/planner.md; got {_named(values)}{_uncounted(values, ', with {}')}. Plan a "
@@ -237,7 +237,7 @@ def _named(values: Mapping[str, Any]) -> str:
 
 
 def _uncounted(values: Mapping[str, Any], text: str) -> str:
-    """A text with the keys of a file that may change its layers in a way that is not counted."""
+    """A text with the keys of a file that may change its layers, and are not counted."""
     read, types = set(_READ), values.get("layer_types")
     read |= {"layer_types"} if isinstance(types, list) and {*types} <= {FULL, SLIDING} else set()
     keys = [x for x, value in values.items() if value and x not in read and not _IDLE.search(x)]

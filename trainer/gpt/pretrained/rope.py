@@ -1,6 +1,6 @@
-"""Rotary positions in a config.json: its keys, and the `RopeConfig` that they give. Imports no jax.
+"""Rotary positions in a config.json: its keys, and their `RopeConfig`. Imports no jax.
 
-A family has one of these forms; a form that one family alone has stands in the file of that family.
+A family has one of these forms, or a form of its own, which is in the file of the family.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEYS = frozenset(
 
 @dataclass(frozen=True)
 class OneBase:
-    """The same positions in all layers, of which all channels turn."""
+    """Positions that are the same in all layers; all channels turn."""
 
     keys: ClassVar[frozenset[str]] = KEYS
     truncate: ClassVar[tuple[Any, ...]] = (True, None)
@@ -48,17 +48,17 @@ class OneBase:
     """Values of the share of the channels that turn; None for any."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether a model in its simplest form has such positions."""
+        """True if a model in its simplest form has such positions."""
         return None not in model.layer_bases and self.fits_bases(model)
 
     @staticmethod
     def fits_bases(model: GPTConfig) -> bool:
-        """Whether the layers with positions have the same ones, of all channels."""
+        """True if all layers with positions have the same ones, on all channels."""
         bases = {base for base in model.layer_bases if base is not None}
         return len(bases) <= 1 and not stretches_some(model) and _turns_whole_pairs(model)
 
     def check(self, written: Mapping[str, Any], name: str) -> None:
-        """Raises if positions are not understood, of which nothing may be left out silently."""
+        """Raises if a key or value of the positions is unknown: none may be left out silently."""
         for key in (NESTED, SCALING):
             if written.get(key) is not None:
                 for entry in self._objects(key, ConfigValues(written, name)):
@@ -86,7 +86,8 @@ class OneBase:
     def read(
         self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
     ) -> RopeConfig:
-        """The positions of a model, from all values of a file, and from those written in it."""
+        """The positions of a model, from all values of a file with defaults, and from the values
+        written in it."""
         del model
         return read_rope(values, values.values[NESTED], written)
 
@@ -97,13 +98,14 @@ class OneBase:
 
 @dataclass(frozen=True)
 class BasesByWindow(OneBase):
-    """Positions of layers with a window, which are never stretched, and other ones of the rest."""
+    """Positions of two kinds: never stretched in layers with a window, and others in layers
+    without."""
 
     local_key: str | None = None
     """The key of the base of layers with a window; None where each type of layer has an object."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether positions differ only between layers with a window and those without."""
+        """True if positions differ only between layers with a window and layers without."""
         pairs = set(zip(model.layer_windows, model.layer_bases, strict=True))
         if len({window for window, _ in pairs}) < len(pairs) or None in model.layer_bases:
             return False
@@ -126,7 +128,8 @@ class BasesByWindow(OneBase):
     def read(
         self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
     ) -> RopeConfig:
-        """The positions of a model, from all values of a file, and from those written in it."""
+        """The positions of a model, from all values of a file with defaults, and from the values
+        written in it."""
         objects, windows = values.values[NESTED], model.layer_windows
         rope, local = (read_rope(values, objects[x], written) for x in (FULL, SLIDING))
         if local != RopeConfig(bases=local.bases):
@@ -165,7 +168,7 @@ def _turns_whole_pairs(model: GPTConfig) -> bool:
 
 
 def rope_values(model: GPTConfig) -> dict[str, Any]:
-    """The positions of layers that have the same ones."""
+    """The values of a config.json for layers with the same positions."""
     rope = model.rope
     bases = model.of_attention(model.layer_bases)
     base = next((x for x in bases if x is not None), 10_000.0)
@@ -191,7 +194,7 @@ def rope_values(model: GPTConfig) -> dict[str, Any]:
 
 
 def rope_length(rope: RopeConfig, length: int) -> int:
-    """Tokens of the sequences that stretched positions are for, of which transformers computes."""
+    """The length that positions are stretched to, or `length`, whichever is larger."""
     if rope.original_length is None:
         return length
     return max(length, round(rope.factor * rope.original_length))
@@ -205,7 +208,7 @@ def paper_factor(factor: float) -> float:
 def read_rope(
     values: ConfigValues, entry: Mapping[str, Any], written: Mapping[str, Any]
 ) -> RopeConfig:
-    """One object of rotary positions, as transformers has completed it."""
+    """Reads one object of rotary positions, with the defaults of transformers."""
     rope = ConfigValues(entry, values.name)
     base, name = rope.real(THETA), entry["rope_type"]
     if name == "default":
@@ -246,7 +249,7 @@ def read_rope(
 
 
 def _attention_factor(rope: ConfigValues, factor: float) -> float | None:
-    """YaRN's factor of queries and keys; None for that of the paper."""
+    """YaRN's factor of queries and keys; None for the factor of the paper."""
     if rope.values.get("attention_factor") is not None:
         written = rope.real("attention_factor")
         return None if written == paper_factor(factor) else written

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint: which weight each is.
+"""The tensors of a Hugging Face checkpoint, and the weights that they hold.
 
 Both rotate the channel pairs (i, i + head_dim / 2).
 """
@@ -70,20 +70,21 @@ def places(
 
 
 PREFIXES_OF_TEXT = {"model.language_model.": "model.", "language_model.": ""}
-"""What the names of the tensors of a text model begin with, beside those of a model of images, and
-with what in a folder of the text model alone. Some have the head inside, and others outside."""
+"""Prefixes of the names of the tensors of a text model: in a model of images -> in a folder of the
+text model alone. Some models have the head inside, and others outside."""
 IMAGES = (
     *("model.visual.", "vision_tower.", "multi_modal_projector."),
     *("model.vision_tower.", "model.multi_modal_projector."),
 )
-"""What the names of tensors for images begin with."""
+"""Prefixes of the names of tensors for images."""
 OTHER_PARTS = (*IMAGES, "mtp.")
-"""The same of all tensors that are no part of the text model: those for images, and those that
-predict more than one token."""
+"""Prefixes of the names of all tensors that are no part of the text model: tensors for images, and
+heads that predict more than one token."""
 
 
 def part_of(name: str) -> str | None:
-    """The other part of a model to which a tensor belongs; None for the text model."""
+    """The prefix of the other part of a model to which a tensor belongs; None for the text
+    model."""
     return next((prefix for prefix in OTHER_PARTS if name.startswith(prefix)), None)
 
 

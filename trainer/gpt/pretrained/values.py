@@ -1,4 +1,4 @@
-"""The values of a Hugging Face config.json, and those that transformers adds. Imports no jax."""
+"""The values of a Hugging Face config.json, with the defaults of transformers. Imports no jax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ConfigValues:
         self.name = name
 
     def number(self, key: str, *, default: int | None = None) -> int:
-        """A whole number from 1 on; the default is for one that is null or missing."""
+        """A whole number from 1 on; `default` replaces a null or missing value."""
         value, most = self.values.get(key), MOST.get(key, TOO_LARGE - 1)
         if value is None and default is not None:
             return default
@@ -35,7 +35,7 @@ class ConfigValues:
         return value
 
     def real(self, key: str, *, default: float | None = None) -> float:
-        """A finite number; the default is for one that is null or missing."""
+        """A finite number; `default` replaces a null or missing value."""
         value: Any = self.values.get(key)
         value = default if value is None else value
         try:
@@ -46,7 +46,7 @@ class ConfigValues:
         raise self.wrong(key, "a finite number", value)
 
     def wrong(self, key: str, needed: str, value: Any) -> InputError:
-        """The error of a value that is not what it must be."""
+        """The error of a wrong value."""
         return InputError(
             f"{key} must be {needed} in {self.name!r}; got {shortened(value)}. Download the file "
             "again."

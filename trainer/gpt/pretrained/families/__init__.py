@@ -1,1 +1,1 @@
-"""Families of models of the library transformers: what one of them alone has is in its file."""
+"""Families of models of the library transformers, a file for each family with parts of its own."""

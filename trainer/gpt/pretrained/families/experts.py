@@ -18,7 +18,7 @@ from trainer.weights.files import Tensors
 from trainer.weights.places import TRANSPOSED, Groups
 
 COUNTS = ("num_experts", "num_local_experts")
-"""Names of the number of experts, of which a file has either."""
+"""Keys of the number of experts; a file has one of them."""
 SIZES = {"num_experts_per_tok": "top_k", "moe_intermediate_size": "width"}
 WITH_SHARED = SIZES | {"shared_expert_intermediate_size": "shared_width"}
 LIKE_MLP = {"num_experts_per_tok": "top_k", "intermediate_size": "width"}
@@ -38,7 +38,7 @@ TENSORS: Mapping[str, tuple[str, Groups]] = {
     "mlp/shared/down/kernel": ("mlp.shared_expert.down_proj.weight", TRANSPOSED),
     "mlp/shared_gate/kernel": ("mlp.shared_expert_gate.weight", TRANSPOSED),
 }
-"""Where a name has braces, each expert has a tensor of its own."""
+"""Weight of a layer -> tensor of a layer. If a name has braces, each expert has its own tensor."""
 _OF_ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -47,7 +47,7 @@ class ExpertLayers:
     """The layers of experts of a family."""
 
     config: ExpertsConfig = field(default_factory=ExpertsConfig)
-    """What they have beside their sizes."""
+    """Options of the layers beside their sizes."""
     sizes: Mapping[str, str] = field(default_factory=lambda: SIZES)
     """Keys of sizes -> settings of `ExpertsConfig`."""
     count: str = COUNTS[0]
@@ -56,7 +56,7 @@ class ExpertLayers:
     """Weight of a layer -> tensor of a layer."""
 
     def fits(self, model: GPTConfig, keys: tuple[str, ...]) -> bool:
-        """Whether the layers of experts of a model are those of a family with some keys."""
+        """True if a family with these keys has the layers of experts of a model."""
         experts, feeds = model.experts, model.layer_feed_forwards
         same = ("activation", "biases", "shared_gate", "scores")
         return (
@@ -68,7 +68,7 @@ class ExpertLayers:
         )
 
     def read(self, values: ConfigValues, keys: tuple[str, ...], layers: int) -> dict[str, Any]:
-        """The options of a model: its layers of experts, and which these are."""
+        """The options of a model for its layers of experts, and the list of these layers."""
         values = ConfigValues({key: values.values.get(key) for key in keys}, values.name)
         read = values.values
         sizes: dict[str, Any] = {name: values.number(key) for key, name in self.sizes.items()}
@@ -91,7 +91,7 @@ class ExpertLayers:
         return {"experts": replace(self.config, **sizes), "feed_forwards": pattern(feeds)}
 
     def values(self, model: GPTConfig) -> dict[str, Any]:
-        """The values of a config.json, of which a family has some."""
+        """The values of a config.json for experts; a family uses some of them."""
         experts, feeds = model.experts, model.layer_feed_forwards
         factor = experts.balance_loss
         if experts.balance_over == "layer":  # Added up; there, the mean over layers counts.
@@ -107,7 +107,7 @@ class ExpertLayers:
     def adapt(self, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         """The tensors under the names that a model of this program needs. Qwen3.5 is published with
         one tensor [experts, 2 * hidden, width] for the gates and the projections up of all experts,
-        and transformers writes one for each."""
+        and transformers writes a tensor for each."""
         fused: dict[str, tuple[Any, str]] = {}
         used = set()
         for name in shapes.keys() - tensors.shapes.keys():
@@ -132,7 +132,7 @@ def replaced(
     parts: Mapping[str, tuple[Any, str]],
     used: set[str],
 ) -> Tensors:
-    """The tensors with `parts`, name -> (slices, type), in place of those that were used."""
+    """The tensors with `parts`, name -> (slices, type), in place of the `used` ones."""
     return replace(
         tensors,
         shapes={k: x for k, x in tensors.shapes.items() if k not in used}
@@ -145,7 +145,7 @@ def replaced(
 
 
 class _OfExpert:
-    """Some rows of one expert, of a tensor of all experts."""
+    """Some rows of one expert, from a tensor of all experts."""
 
     def __init__(self, tensor: Any, expert: int, before: int) -> None:
         self._tensor, self._expert, self._before = tensor, expert, before

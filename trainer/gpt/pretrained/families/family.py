@@ -1,4 +1,4 @@
-"""A family of models of the library transformers: what all families have. Imports no jax.
+"""The class of all families of models of the library transformers. Imports no jax.
 
 A family is a `model_type`. All families here are one decoder with other options: see `GPTConfig`.
 """
@@ -32,7 +32,7 @@ OPTIONS = {
     **{"qk_norm": False, "qk_norm_over": "head", "norms": "before", "norm_offset": False},
     **{"attention_gate": False, "out_bias": False},
 }
-"""Options of a model by which families differ, as most have them."""
+"""Options of a model in which families differ, with the values of most families."""
 SCALES = ("softcap", "output_softcap", "scale_dim")
 """Options that change no weight, which most models do not have."""
 SILU = {"hidden_act": ("silu", "swish")}
@@ -76,23 +76,24 @@ AFTER_BLOCKS: Mapping[str, tuple[str, Groups]] = {
     "mlp_norm/scale": ("pre_feedforward_layernorm.weight", AS_IT_IS),
     "mlp_out_norm/scale": ("post_feedforward_layernorm.weight", AS_IT_IS),
 }
-"""What has another name in a model that normalises what a block adds, as Gemma does."""
+"""Tensors with other names in a model that normalises the outputs of attention and MLP, as in
+Gemma."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What differs between the models of one `model_type` and those of another."""
+    """Properties of the models of one `model_type`."""
 
     architecture: str
     """The class of transformers."""
     keys: tuple[str, ...] = ()
-    """Keys of a config.json that its models have beside those of all families."""
+    """Keys of a config.json that its models have beside the keys of all families."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: SILU)
-    """Keys of which a few values are supported."""
+    """Keys with the few values that are supported."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The `OPTIONS` that are not as most have them."""
+    """The `OPTIONS` whose values differ from those of most families."""
     windows: Literal["no", "some", "all", "all_or_none"] = "some"
-    """Which layers may have a window."""
+    """Layers that may have a window."""
     rope: OneBase = field(default_factory=OneBase)
     """Rotary positions."""
     experts: ExpertLayers | None = None
@@ -102,7 +103,7 @@ class Family:
     """Types of layers in transformers."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether a model in its simplest form is one of the family."""
+        """True if a model in its simplest form is one of the family."""
         windows, feeds = set(model.layer_windows), model.layer_feed_forwards
         return all(
             (
@@ -138,7 +139,8 @@ class Family:
             )
 
     def model(self, values: ConfigValues) -> GPTConfig:
-        """The model: its weights, and what each layer attends to, without the rest."""
+        """The model with the options that change its weights or windows; `forward` has the
+        others."""
         read = values.values
         layers, heads, width = (
             read[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -188,14 +190,14 @@ class Family:
     def forward(
         self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
     ) -> dict[str, Any]:
-        """The options of a model that change no weight: from all values of a file, and from those
-        written in it."""
+        """The options of a model that change no weight, from all values of a file with defaults,
+        and from the values written in it."""
         return {"rope": self.rope.read(values, written, model)}
 
     def values(
         self, model: GPTConfig, model_type: str, *, length: int, dtype: str
     ) -> dict[str, Any]:
-        """The values of a config.json of which `model` and `forward` make the model again."""
+        """The values of a config.json from which `model` and `forward` make the model again."""
         layers = self.layer_values(model)
         if self.experts is not None:
             layers |= self.experts.values(model)
@@ -222,7 +224,7 @@ class Family:
         }
 
     def layer_values(self, model: GPTConfig) -> dict[str, Any]:
-        """The values of a config.json in which layers differ, of which the family has some."""
+        """The values of a config.json in which layers differ; the family uses some of them."""
         windows = model.layer_windows
         size = next((window for window in windows if window is not None), None)
         values = {
@@ -255,12 +257,13 @@ class Family:
         return {**OF_LAYER, **OF_ATTENTION, **(AFTER_BLOCKS if model.norms != "before" else {})}
 
     def row_groups(self, tensor: str, model: GPTConfig) -> int:
-        """Groups of rows of a tensor of several weights, each of which has rows of all of them."""
+        """Number of groups of rows in a tensor of several weights; each group has rows of all of
+        them."""
         del tensor, model
         return 1
 
     def takes_turns(self, tensor: str) -> bool:
-        """Whether the weights of a tensor take turns in its last dimension."""
+        """True if the weights of a tensor take turns in its last dimension."""
         del tensor
         return False
 

@@ -25,14 +25,14 @@ class Gemma(Family):
     """A Gemma."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether a model in its simplest form is one of the family."""
+        """True if a model in its simplest form is one of the family."""
         return super().fits(replace(model, **dict.fromkeys(SCALES)))
 
     def forward(
         self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
     ) -> dict[str, Any]:
-        """The options of a model that change no weight: from all values of a file, and from those
-        written in it."""
+        """The options of a model that change no weight, from all values of a file with defaults,
+        and from the values written in it."""
         scale, read = values.values[SCALE], values.values
         return super().forward(values, written, model) | {
             **{name: read[key] for key, name in CAPS.items()},
@@ -40,7 +40,7 @@ class Gemma(Family):
         }
 
     def layer_values(self, model: GPTConfig) -> dict[str, Any]:
-        """The values of a config.json in which layers differ, of which the family has some."""
+        """The values of a config.json in which layers differ; the family uses some of them."""
         types = [FULL if window is None else SLIDING for window in model.layer_windows]
         return super().layer_values(model) | {"layer_types": types}
 

@@ -32,9 +32,10 @@ TENSORS: Mapping[str, tuple[str, Groups]] = {
     "mlp/expert_down_bias": ("mlp.experts.down_proj_bias", IN_BOTH),
 }
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the tensors of numbers in the format MXFP4, and of the exponents of their blocks."""
+"""Endings of the names of two tensors in the format MXFP4: numbers, and exponents of their
+blocks."""
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The numbers of 4 bits, of which the higher one of a byte comes second (Open Compute Project,
+"""The numbers of 4 bits; the higher half of a byte comes second (Open Compute Project,
 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)."""
 
 
@@ -45,7 +46,7 @@ class BetweenPairs(OneBase):
     truncate: ClassVar[tuple[Any, ...]] = (True, False, None)
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether a model in its simplest form has such positions."""
+        """True if a model in its simplest form has such positions."""
         return super().fits(replace(model, rope=replace(model.rope, truncate=True)))
 
 
@@ -61,7 +62,7 @@ class GptOss(Family):
         return written
 
     def takes_turns(self, tensor: str) -> bool:
-        """Whether the weights of a tensor take turns in its last dimension."""
+        """True if the weights of a tensor take turns in its last dimension."""
         return tensor in IN_TURNS
 
     def adapt(self, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:

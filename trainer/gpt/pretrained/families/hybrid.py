@@ -40,8 +40,8 @@ TENSORS: Mapping[str, tuple[str, Groups]] = {
     "attention/out_norm/scale": ("linear_attn.norm.weight", AS_IT_IS),
     "attention/out/kernel": ("linear_attn.out_proj.weight", IN_COLUMNS),
 }
-"""Weight of a layer -> tensor. Where several weights are one tensor, its rows are theirs, in the
-order of this table."""
+"""Weight of a layer -> tensor. Where several weights are one tensor, it has their rows in the order
+of this table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +49,19 @@ class Hybrid(Family):
     """A family with layers of linear attention."""
 
     linear: LinearConfig = field(default_factory=LinearConfig)
-    """What these layers have beside their sizes."""
+    """Options of layers of linear attention beside their sizes."""
     linear_tensors: Mapping[str, tuple[str, Groups]] = field(default_factory=dict)
-    """What is not as in `TENSORS`, in the order of the rows of a tensor."""
+    """Tensors that differ from `TENSORS`, in the order of the rows of a tensor."""
     mixers: ClassVar[tuple[str, ...]] = ("attention", "linear")
     layer_types: ClassVar[tuple[str, str]] = (FULL, LINEAR)
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether a model in its simplest form is one of the family."""
+        """True if a model in its simplest form is one of the family."""
         return self._fits_linear(model) and super().fits(model)
 
     def _fits_linear(self, model: GPTConfig) -> bool:
-        """Whether the layers of linear attention of a model, if it has some, are of the family."""
+        """True if the family may have the model's layers of linear attention, or may lack such
+        layers."""
         linear, family = model.linear, self.linear
         if "linear" not in model.layer_mixers:
             # Only an Olmo Hybrid must have such layers.
@@ -82,7 +83,7 @@ class Hybrid(Family):
         return {"mixers": mixers, "linear": replace(self.linear, **sizes)}
 
     def layer_values(self, model: GPTConfig) -> dict[str, Any]:
-        """The values of a config.json in which layers differ, of which the family has some."""
+        """The values of a config.json in which layers differ; the family uses some of them."""
         types = {mixer: layer_type for layer_type, mixer in MIXERS.items()}
         linear = model.linear.of_model(model)
         return {

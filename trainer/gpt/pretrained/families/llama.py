@@ -14,9 +14,9 @@ from trainer.gpt.pretrained.values import TOO_LARGE, ConfigValues
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(Family):
-    """A Llama. Its layers in transformers take no notice of windows, but its cache does, which then
-    forgets keys while it generates: unless `layer_types` says otherwise, `sliding_window` is that
-    of all."""
+    """A Llama. Its layers in transformers ignore windows, but its cache does not, and forgets keys
+    while it generates: unless `layer_types` says otherwise, `sliding_window` applies to all
+    layers."""
 
     def check(self, written: Mapping[str, Any], name: str) -> None:
         """Raises if a layer has a window."""

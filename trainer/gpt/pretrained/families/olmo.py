@@ -33,7 +33,8 @@ from trainer.weights.places import AS_IT_IS, IN_COLUMNS, IN_ROWS, OF_CONV, TRANS
 OLMO = {"qk_norm": True, "qk_norm_over": "heads", "norms": "after"}
 """Options of OLMo 2 and later ones."""
 NEGATIVE = "linear_allow_neg_eigval"
-"""Whether the states of an Olmo Hybrid may change their sign: beta is then at most 2, else 1."""
+"""Key that allows the states of an Olmo Hybrid to change their sign: beta is then at most 2, else
+1."""
 NORMS = {
     "input_layernorm": "attention_layer_norm",
     "post_attention_layernorm": "feedforward_layer_norm",
@@ -55,7 +56,7 @@ TENSORS: Mapping[str, tuple[str, Groups]] = {
     "attention/out_norm/scale": ("linear_attn.o_norm.weight", AS_IT_IS),
     "attention/out/kernel": ("linear_attn.o_proj.weight", IN_COLUMNS),
 }
-"""What an Olmo Hybrid has in its layers of linear attention, beside the decay of others."""
+"""Tensors of linear attention in an Olmo Hybrid that differ from `hybrid.TENSORS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,8 @@ class Olmoe(Family):
     """An OLMoE."""
 
     def model(self, values: ConfigValues) -> GPTConfig:
-        """The model: its weights, and what each layer attends to, without the rest."""
+        """The model with the options that change its weights or windows; `forward` has the
+        others."""
         heads, width, head_dim = (
             values.values[key] for key in ("num_attention_heads", "hidden_size", "head_dim")
         )
@@ -74,16 +76,17 @@ class Olmoe(Family):
 
 @dataclass(frozen=True)
 class AllOrNone(OneBase):
-    """The same positions in all layers, or none."""
+    """Positions that are the same in all layers, or in none."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether a model in its simplest form has such positions."""
+        """True if a model in its simplest form has such positions."""
         return len({base is None for base in model.layer_bases}) == 1 and self.fits_bases(model)
 
     def read(
         self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
     ) -> RopeConfig:
-        """The positions of a model, from all values of a file, and from those written in it."""
+        """The positions of a model, from all values of a file with defaults, and from the values
+        written in it."""
         if values.values[NESTED][THETA] is None:
             return RopeConfig(bases=("none",))
         return super().read(values, written, model)

@@ -1,5 +1,5 @@
-"""Qwen3.5 and Qwen3-Next: hybrids of the gated delta rule, some of whose channels turn. Imports no
-jax."""
+"""Qwen3.5 and Qwen3-Next: hybrids of the gated delta rule, with rotary positions on some channels.
+Imports no jax."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.weights.places import IN_ROWS, TRANSPOSED, Groups
 
 OF_HYBRID = ("layer_types", "full_attention_interval", SHARE, *SIZES)
 PREDICTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
-"""Keys of how heads that predict more tokens are made, and of the type of states elsewhere."""
+"""Keys of the heads that predict more tokens, and of the type of states in other programs."""
 BY_KEY_HEAD = ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight")
 """Tensors of Qwen3-Next whose rows are grouped by the key heads of linear attention."""
 OF_QWEN3_NEXT: Mapping[str, tuple[str, Groups]] = {
@@ -48,19 +48,20 @@ OF_QWEN3_NEXT: Mapping[str, tuple[str, Groups]] = {
 
 @dataclass(frozen=True)
 class ShareTurns(OneBase):
-    """The same positions in all layers, of which a share of the channels turns."""
+    """Positions that are the same in all layers; a share of the channels turns."""
 
     keys: ClassVar[frozenset[str]] = KEYS | KEYS_OF_IMAGES
     shares: ClassVar[tuple[Any, ...] | None] = None
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether a model in its simplest form has such positions."""
+        """True if a model in its simplest form has such positions."""
         return super().fits(replace(model, rope=replace(model.rope, channels=None)))
 
     def read(
         self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
     ) -> RopeConfig:
-        """The positions of a model, from all values of a file, and from those written in it."""
+        """The positions of a model, from all values of a file with defaults, and from the values
+        written in it."""
         rope = super().read(values, written, model)
         share = ConfigValues(values.values[NESTED], values.name).real(SHARE, default=1.0)
         return replace(rope, channels=int(model.head_dim * share))
@@ -78,7 +79,8 @@ class Qwen3Next(Hybrid):
     """Qwen3-Next, whose tensors of linear attention have rows of all weights for each key head."""
 
     def row_groups(self, tensor: str, model: GPTConfig) -> int:
-        """Groups of rows of a tensor of several weights, each of which has rows of all of them."""
+        """Number of groups of rows in a tensor of several weights; each group has rows of all of
+        them."""
         return model.linear.of_model(model).key_heads if tensor in BY_KEY_HEAD else 1
 
 

@@ -17,16 +17,17 @@ SKIPPED = "no_rope_layers"
 
 @dataclass(frozen=True)
 class SomeLayers(OneBase):
-    """The same positions in all layers that have them."""
+    """Positions that are the same in all layers that have them."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """Whether a model in its simplest form has such positions."""
+        """True if a model in its simplest form has such positions."""
         return self.fits_bases(model)
 
     def read(
         self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
     ) -> RopeConfig:
-        """The positions of a model, from all values of a file, and from those written in it."""
+        """The positions of a model, from all values of a file with defaults, and from the values
+        written in it."""
         rope, flags = super().read(values, written, model), values.values[SKIPPED]
         if len(flags) != model.layers or not set(flags) <= {0, 1}:
             needed = f"a list of {model.layers} numbers that are 0 or 1"

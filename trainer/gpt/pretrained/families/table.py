@@ -1,4 +1,4 @@
-"""The families by `model_type`. One of known parts is a line here. Imports no jax."""
+"""The families by `model_type`. A family of existing parts is one line here. Imports no jax."""
 
 from __future__ import annotations
 
@@ -80,11 +80,12 @@ MULTIMODAL = {
 }
 """`model_type` of models of images and text -> the family of their text models."""
 TEXT_PARTS = {"qwen3_vl": "qwen3_vl_text"}
-"""`model_type` of models of images and text -> that of their `text_config`, if it is no family."""
+"""`model_type` of models of images and text -> `model_type` of their `text_config`, if it is no
+family."""
 
 
 def family_of(model: GPTConfig) -> str:
-    """The `model_type` of which a model is."""
+    """The `model_type` of a model."""
     simple = plain(model)
     for model_type, family in FAMILIES.items():
         if family.fits(simple):
