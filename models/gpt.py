@@ -101,7 +101,6 @@ class GPT(nnx.Module):
                 of those of the config: the list repeats. None for those that `attention_fn` shows.
             hooks: how the model runs; None runs it as it is written.
             rngs: source of the initial weights.
-
         """
         self.config, self.dtype = config, jnp.dtype(config.dtype)
         width, dtype = config.width, self.dtype

@@ -159,7 +159,6 @@ def find(weights: Mapping[str, Weight], path: str) -> Weight | None:
         weights: all weights of a model, by path, without adapters.
         path: such as `blocks/mlp/up/kernel`, or `0/mu/blocks/mlp/up/lora_a` in the state of an
             optimizer.
-
     """
     names = path.split("/")
     adapter = names[-1] if names[-1] in ADAPTERS else None

@@ -1,4 +1,4 @@
-"""What a run trains: a model, its inputs and its loss.
+"""The objective of a run: a model, its inputs and its loss.
 
 An objective does not know the mesh. `Program` runs it on one, as the program of each device.
 """
@@ -30,15 +30,14 @@ class Objective(ABC):
     """
 
     causal: bool
-    """Whether a token attends only to itself and to earlier tokens."""
+    """True if a token attends only to itself and to earlier tokens."""
     head: str
-    """Name of the part of the model whose weights `losses` and `outputs` use; they use no
-    others."""
+    """Name of the part of the model with all weights that `losses` and `outputs` use."""
     flops_per_token: float
     """FLOPs of a training step for each token, over all devices together."""
 
     def flops_at(self, length: int) -> float:
-        """`flops_per_token` of examples of a length, for a task whose batches differ in it."""
+        """`flops_per_token` for examples of a length, in a task whose batches differ in length."""
         return self.flops_per_token
 
     @property
@@ -57,7 +56,7 @@ class Objective(ABC):
     def make_model(
         self, attention_fn: Callable[..., Array], hooks: Hooks, rngs: nnx.Rngs
     ) -> nnx.Module:
-        """The model with initial weights: those of `weights`, and adapters."""
+        """The model with the initial values of `weights` and of adapters."""
 
     @abstractmethod
     def batch_shapes(self, layout: Layout) -> Any:
@@ -88,10 +87,11 @@ class Objective(ABC):
     def hidden_and_auxiliary(
         self, model: Any, batch: Any
     ) -> tuple[Float[Array, "B T width"], Float32[Array, "B T"] | None, dict[str, Array]]:
-        """`hidden` in training, and what layers add to the loss of each token; None for nothing.
+        """`hidden` in training, and auxiliary losses of the layers, to add to the loss of each
+        token; None without such losses.
 
-        For example, the loss that balances the experts of a layer. Evaluation leaves it out. Last
-        come metrics by name: scalars that are the same on all devices.
+        An example is the loss that balances the experts of a layer. Evaluation leaves auxiliary
+        losses out. The third result is metrics by name: scalars that are the same on all devices.
         """
         return self.hidden(model, batch), None, {}
 
@@ -106,19 +106,19 @@ class Objective(ABC):
         """The loss of every token."""
 
     def make_optimizer(self, default: optax.GradientTransformation) -> optax.GradientTransformation:
-        """What updates the weights: what `config.optimizer` says, or one's own.
+        """Makes the optimizer of the weights: that of `config.optimizer`, or one's own.
 
         One's own, such as `optax.partition` of groups of weights, takes its learning rate from
         `trainer.parallel.optimizer.learning_rate`. Its moments have the shapes of their weights.
 
         Args:
-            default: what `config.optimizer` says.
+            default: the optimizer of `config.optimizer`.
         """
         return default
 
     def gradients_of_loss(self, gradients: Any) -> Any:
-        """The gradients whose norm is reported: not what moves a weight in another way, such as the
-        load of an expert, which takes the place of its gradient."""
+        """The gradients whose norm is reported. Leaves out substitutes of a gradient, such as the
+        load of an expert, which moves a bias."""
         return gradients
 
 

@@ -29,7 +29,7 @@ from trainer.tasks import TASKS, pretrained
 
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
-    """What a command line asks for; on a mistake, prints a message and exits with status 2."""
+    """Reads a command line; on a mistake, prints a message and exits with status 2."""
     if not arguments or arguments[0].startswith("-"):
         if {"-h", "--help"} & set(arguments):
             print(printable(__doc__ or ""))

@@ -1,4 +1,4 @@
-"""Optimizers, with clipping, linear warm-up and the course of the learning rate after it."""
+"""Optimizers, with clipping, linear warm-up and a decay of the learning rate."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ OPTIMIZERS = {"adamw": _adamw, "lion": _lion, "muon": _muon}
 
 
 def _rules(declared: Mapping[str, Weight], weights: Any) -> Any:
-    """What updates each weight. Muon is made for the matrices between the activations of layers."""
+    """The optimizer of each weight, by name. Muon is made for the matrices between the activations
+    of layers."""
 
     return jax.tree_util.tree_map_with_path(
         lambda path, x: "adamw" if _matrix(declared, path) is None else "muon", weights
@@ -129,7 +130,7 @@ def _rules(declared: Mapping[str, Weight], weights: Any) -> Any:
 def _scale_by_muon(
     beta: float, declared: Mapping[str, Weight], partition: Partition | None
 ) -> optax.GradientTransformation:
-    """`optax.contrib.scale_by_muon`, of which every device computes the products of some layers. In
+    """`optax.contrib.scale_by_muon`, but every device computes the products of some layers. With
     optax's own, XLA splits products as the weights lie, over contracted dimensions, so that every
     device would hold the squares of all layers."""
 
@@ -150,7 +151,7 @@ def _scale_by_muon(
 def _orthogonal(
     declared: Mapping[str, Weight], partition: Partition | None, path: tuple[Any, ...], x: Any
 ) -> Any:
-    """A weight of all layers whose matrices are made orthogonal, by the devices of each layer."""
+    """Makes the matrices of a weight of all layers orthogonal; the devices share the layers."""
     # Without an average, what is left of Muon does that alone.
     muon = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_matrix(declared, path))
     if partition is None:
@@ -168,8 +169,8 @@ def _orthogonal(
 
 
 def _stages(partition: Partition, splits: dict[str, Split]) -> list[NamedSharding]:
-    """From a weight's own sharding to whole layers on a device: an exchange among devices each.
-    With both exchanges at once, XLA would gather the whole array on every device."""
+    """The shardings from a weight's own to whole layers on a device; each step is one exchange
+    among devices. With both exchanges at once, XLA would gather the whole array on every device."""
     (split,) = splits.values()
     specs = [partition.spec(split)]
     if partition.zero:
@@ -208,8 +209,8 @@ def _matrix(declared: Mapping[str, Weight], path: tuple[Any, ...]) -> Any:
 
 
 def _decayed(declared: Mapping[str, Weight], weights: Any) -> Any:
-    """The weights that are decayed: not scales of norms, biases and sinks, which stacked for all
-    layers are matrices too."""
+    """Masks the weights that are decayed. Scales of norms, biases and sinks are not, although they
+    are matrices when all layers are stacked."""
 
     def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
         weight = find(declared, path_name(path))

@@ -1,4 +1,4 @@
-"""How weights, gradients and optimizer state are sharded, and how a device gets whole weights.
+"""Sharding of weights, gradients and optimizer state, and gathering of whole weights.
 
 Every array is split over `tensor` as in Megatron-LM, and over the axes of ZeRO according to its
 level:
@@ -42,36 +42,37 @@ from trainer.frozen import frozen_names
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Which dimensions of an array are split over `tensor` and over the axes of ZeRO."""
+    """The dimensions of an array that are split over `tensor` and over the axes of ZeRO."""
 
     tensor: int | None = None
     """Dimension that is split over `tensor`; None if the array is replicated over it."""
     zero: int | None = None
     """Dimension that is split over the axes of ZeRO; None if none can be, or ZeRO is off."""
     vector: bool = False
-    """Whether it is a vector or the scale of a norm, which is small and used in float32."""
+    """True for a vector or the scale of a norm, which is small and used in float32."""
     copied_heads: tuple[str, ...] = ()
-    """If it is replicated over `tensor` because there are fewer key heads than devices, the axes
-    over whose devices heads are divided. Each takes the heads that it needs."""
+    """Axes that divide the heads of an array that is replicated over `tensor`, since there are
+    fewer key heads than devices; each device takes the heads that it needs. Empty for other
+    arrays."""
     stays: bool = False
-    """Whether each device uses its shard as it is, as for experts, to which tokens are sent."""
+    """True if each device uses its shard as it is, as for experts to which tokens are sent."""
     shared: bool = False
-    """Whether every device along `tensor` uses all of it: a matrix of an adapter on the side of the
+    """True if every device along `tensor` uses all of it: a matrix of an adapter on the side of the
     kernel that is not split."""
 
 
 class Parameter(NamedTuple):
-    """One weight of a model on one device, as `Partition.gather` takes it."""
+    """A weight of a model on one device, as `Partition.gather` takes it."""
 
     weight: Array
-    """Its shard, or the whole weight where that is gathered once a step."""
+    """The shard of the device, or the whole weight if weights are gathered once a step."""
     gradient_slot: Array | None
     """An array in whose place the gradient of the weight arises; None for no gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How a model's weights, and all that has their shape, are sharded on a mesh."""
+    """The sharding of a model's weights, gradients and moments on a mesh."""
 
     mesh: Mesh | AbstractMesh
     """A mesh with the axes of `startrail_jax.make_mesh`."""
@@ -84,7 +85,7 @@ class Partition:
     dtype: Any = jnp.float32
     """Type in which weights are gathered and used."""
     dispatches: bool = False
-    """Whether tokens are sent to experts, which level 3 divides and then does not gather."""
+    """True if tokens are sent to experts, which level 3 divides and then does not gather."""
 
     @property
     def zero(self) -> tuple[str, ...]:
@@ -141,9 +142,9 @@ class Partition:
 
     def splits(self, state: Any) -> Any:
         """The `Split` of every array of a tree of weights, or of an optimizer's state, where the
-        path of a moment ends in that of its weight. ZeRO's axes split the first dimension, along
-        which collectives join and divide arrays without moving them in memory; or else the largest
-        that they divide."""
+        path of a moment ends in the path of its weight. ZeRO's axes split the first dimension,
+        along which collectives join and divide arrays without moving them in memory; or, if they do
+        not divide it, the largest dimension that they divide."""
         return jax.tree_util.tree_map_with_path(self._split, state)
 
     def _split(self, path: tuple[Any, ...], x: Any) -> Split:
@@ -201,7 +202,8 @@ class Partition:
         )
 
     def unsplit(self, state: Any) -> dict[str, int]:
-        """Bytes, by path, of the weights that ZeRO leaves whole since it can split no dimension."""
+        """Bytes, by path, of the weights that ZeRO leaves whole because it can split no
+        dimension."""
         return {
             path_name(path): x.size * x.dtype.itemsize
             for path, x in jax.tree_util.tree_leaves_with_path(state)
@@ -211,7 +213,8 @@ class Partition:
     # What one device does with its shards, inside a `shard_map` over the whole mesh.
 
     def gather_once(self, weights: Any, splits: Any) -> Any:
-        """At levels 1 and 2 the whole weights, gathered for all of a step; else the shards."""
+        """Gathers the whole weights for all of a step at levels 1 and 2; returns the shards at
+        other levels."""
         if self.level not in (1, 2):
             return weights
 
@@ -229,9 +232,9 @@ class Partition:
         return {name: gather(name) for name in weights}
 
     def gradient_slots(self, weights: Any, splits: Any) -> Any:
-        """Zeros in whose place the gradients of the weights arise; differentiate by these. Levels 0
-        and 1 need whole weights, of whose gradient every device holds its own addend; levels 2 and
-        3 need shards."""
+        """Zeros in whose place the gradients of the weights arise; differentiate by these. At
+        levels 0 and 1 they have the shapes of whole weights, since every device holds its own
+        addend of a gradient; at levels 2 and 3, of shards."""
 
         def slot(x: Array, split: Split) -> Array:
             shape = list(x.shape)
@@ -290,13 +293,14 @@ class Partition:
         return jnp.sum(jnp.where(is_of, means, 0), axis=-1) * parts
 
     def reduce(self, gradients: Any, splits: Any) -> Any:
-        """The gradients of a step, summed over devices; at levels 2 and 3 they are already."""
+        """Sums the gradients of a step over devices; at levels 2 and 3 they are summed already."""
         if self.level >= 2:
             return gradients
         return jax.tree.map(self._sum, gradients, splits)
 
     def of_layer(self, splits: Any) -> Any:
-        """The splits of one layer's weights, from those of the weights of all layers, stacked."""
+        """The splits of one layer's weights, from the splits of the stacked weights of all
+        layers."""
 
         def one(split: Split) -> Split:
             tensor, zero = (None if x is None else x - 1 for x in (split.tensor, split.zero))
@@ -305,14 +309,15 @@ class Partition:
         return jax.tree.map(one, splits)
 
     def _all_gather(self, x: Array, split: Split) -> Array:
-        """The whole of an array that is split over ZeRO's axes, in the type in which it is used."""
+        """Gathers an array that is split over ZeRO's axes, in the type in which it is used."""
         x = x if split.vector else x.astype(self.dtype)
         if split.zero is None or split.stays:
             return x
         return lax.all_gather(x, self.zero, axis=split.zero, tiled=True)
 
     def _sum(self, gradient: Array, split: Split) -> Array:
-        """The sum of a device's addend over all replicas; of a split array, its own shard of it."""
+        """Sums the addends of all replicas; for a split array, each device gets its shard of the
+        sum."""
         left = self.replicas
         if split.zero is not None:
             # A device has all tokens of the experts that are its own.
@@ -326,8 +331,8 @@ class Partition:
     def _own_heads(
         self, kernel: Float[Array, "*width K H"], axes: tuple[str, ...]
     ) -> Float[Array, "*width k H"]:
-        """The key heads that this device needs, from a kernel or bias with all key heads: one, or
-        along `head` those of all devices, which exchange them in the attention."""
+        """The key heads that this device needs, from a kernel or bias with all key heads: one head,
+        or the heads of all devices along `head`, which exchange them in the attention."""
         head = self.mesh.shape["head"] if "head" in axes else 1
         ranks = lax.axis_index("tensor") * head + jnp.arange(head)
         needed = ranks // (head * self.mesh.shape["tensor"] // kernel.shape[-2])
@@ -370,7 +375,7 @@ def split_frozen(weights: Any, patterns: Sequence[str]) -> tuple[Any, Any]:
 
 
 def join_frozen(trained: Any, frozen: Any) -> Any:
-    """All weights, from what `split_frozen` or `split_adapters` returns."""
+    """Joins the two trees that `split_frozen` or `split_adapters` returns."""
     return trained if frozen is None else nnx.merge_state(trained, frozen)
 
 
@@ -387,7 +392,7 @@ def _gathered(partition: Partition, split: Split, weight: Array) -> Array:
 def _gathered_with_slot(
     partition: Partition, split: Split, weight: Array, gradient_slot: Array
 ) -> Array:
-    """A weight as it is used. Its gradient is that of the slot, whose value is never read."""
+    """A weight as it is used. Its gradient arises in the slot, whose value is never read."""
     return _gathered(partition, split, weight)
 
 

@@ -1,7 +1,7 @@
-"""A model on a mesh: how its weights are sharded, and the model that one device runs.
+"""A model on a mesh: its sharded weights, and the model that one device runs.
 
 The model runs inside one `shard_map` over the whole mesh, as the program of one device. So every
-collective is one that is written in this folder or in the attention.
+collective is written in this folder or in the attention.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ShardedModel:
         remat: Callable[[Layer], Layer] = lambda layer: layer,
         linear_backend: str = "xla",
     ) -> None:
-        """Finds out how the weights are sharded, without making them. The MLP treats `tile` tokens
-        of a device at a time; None for all. Weights that match `frozen` are not trained."""
+        """Derives the sharding of the weights without making them. The MLP treats `tile` tokens of
+        a device at a time; None for all. Weights that match `frozen` are not trained."""
         self.attention = attention
         self.partition = partition
         self._make_model = make_model
@@ -64,7 +64,7 @@ class ShardedModel:
         trained, _ = split_frozen(shapes, frozen)
         self.trained_splits = partition.splits(trained)
         self.trained_specs = partition.specs(trained)
-        """The same of the weights that are trained: see `split_frozen`."""
+        """The `Split` and the PartitionSpec of every weight that is trained: see `split_frozen`."""
         self.weight_shapes: Any = partition.sharded(shapes)
         """Shapes and shardings of the weights."""
 
@@ -113,7 +113,8 @@ class ShardedModel:
         return self.partition.gather(_parameters(weights, gradient_slots), self.splits[name])
 
     def with_part(self, name: str, weights: Any) -> Any:
-        """The model with the whole weights of one part, and only shapes for those of the others."""
+        """The model with the whole weights of one part, and shapes in place of the other
+        weights."""
         shapes = {other: x for other, x in self.weight_shapes.items() if other != name}
         return nnx.merge(self._graph, nnx.State(shapes | {name: weights}))
 
@@ -147,7 +148,7 @@ class ShardedModel:
         )
 
     def windowed(self, size: tuple[int, int] | None) -> Attention:
-        """The attention of a layer with a window, as a call of an attention takes it."""
+        """The attention of a layer with a window, given as `local_window_size`."""
         if size is None:
             return self.attention
         return dataclasses.replace(self.attention, window=size[0] + 1)

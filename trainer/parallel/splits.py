@@ -1,7 +1,7 @@
 """The splits of a mesh into sets of devices that share a row, for batches of whole documents.
 
-All splits are of one order of the devices, and weights are sharded over all of them: a document
-that fits on one device is attended there, and no weight moves.
+All splits have the same order of devices, and weights are sharded over all devices: a document that
+fits on one device is attended there, and no weight moves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trainer.parallel.degrees import algorithms, transfers
 def make_parts(
     config: TrainConfig, attention: Attention, objective: Objective
 ) -> tuple[Parts, tuple[Attention, ...]]:
-    """How batches of whole documents are divided, and the attention of each split.
+    """Makes the division of batches of whole documents, and the attention of each split.
 
     The longest document takes all devices along the sequence, with the degrees of the mesh. For
-    each smaller number that divides the devices there is one split: that of the fewest bytes
-    through the busiest port of a node and, of several such, that of the fewest bytes of a device.
+    each smaller number that divides the devices there is one split: the one with the fewest bytes
+    through the busiest port of a node and, among equals, the fewest bytes received by a device.
     """
     mesh: Any = attention.mesh
     # Neighbours in this order are in one node. Axes of degree 1 are in no spec.
@@ -71,7 +71,7 @@ def make_parts(
 
 
 def check_parts(config: TrainConfig, degrees: Degrees) -> None:
-    """Raises if a setting cannot be had with batches of whole documents."""
+    """Raises if a setting does not work with batches of whole documents."""
     if config.gradient_accumulation > 1:
         raise InputError(
             "Parts of a batch of whole documents are processed one after another already; got "

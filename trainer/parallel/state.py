@@ -1,6 +1,6 @@
 """The state of training: weights, the optimizer's moments, and the average of the weights.
 
-Shapes and shardings of a state and of a batch, with which a step is compiled without either.
+A step is compiled from the shapes and shardings of a state and of a batch, without either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TrainState(NamedTuple):
     """The state of a run between two steps."""
 
     weights: Any
-    """Weights that are trained, float32: all of the model, some, or its adapters."""
+    """Weights that are trained, float32: all weights of the model, some of them, or its
+    adapters."""
     optimizer: Any
     """Adam's moments, and its count of steps."""
     average: Any = None
@@ -47,12 +48,12 @@ class TrainState(NamedTuple):
 
     @property
     def result(self) -> Any:
-        """The weights that the run is for, all of the model: their average, if there is one."""
+        """All weights of the model that the run results in: their average, if there is one."""
         return self.model if self.average is None else join_frozen(self.average, self.frozen)
 
     @property
     def base(self) -> Any:
-        """The weights of the model without its adapters: those of a pretrained one."""
+        """The weights of the model without its adapters, such as those of a pretrained model."""
         return split_adapters(self.model)[1]
 
     @property

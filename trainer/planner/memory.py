@@ -33,8 +33,8 @@ FLOAT32 = 4
 
 REPEATS_PROJECTIONS = ("attention_saved", "full")
 REPEATS_MLP = ("projections_saved", *REPEATS_PROJECTIONS)
-"""The kinds of remat whose backward passes compute the projections around attention again, and
-those that compute the MLP again: it has tiles there alone."""
+"""The values of `remat` whose backward passes compute the projections around attention again, and
+those that compute the MLP again; only a recomputed MLP is tiled."""
 
 Amount = Any
 """An integer, or an array of them: one for each setting."""
@@ -47,17 +47,17 @@ SAVED = "saved for the backward pass"  # The name of a part.
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """What the memory of a step depends on. Bytes, tokens and elements are those of one device."""
+    """Sizes on which the memory of a step depends. Bytes, tokens and elements are per device."""
 
     model: ModelSizes
-    """The model, whose `outputs` and heads are those of all devices together."""
+    """The model, with the `outputs` and the heads of all devices together."""
     degrees: Any
     """`startrail_jax.Degrees`, or anything else with the six degrees."""
     zero: int
     remat: str
-    """What layers save: see `remat.rematerialised`."""
+    """Arrays that layers save: see `remat.rematerialised`."""
     keep_gathered: bool
-    """Whether they also save the units that attention has gathered."""
+    """True if layers also save the units that attention has gathered."""
     head_chunks: int = 1
     """Number of parts in which a device attends its heads."""
     offload: bool
@@ -72,7 +72,7 @@ class StepSizes:
     weight_bytes: Amount
     optimizer_bytes: Amount
     largest_bytes: Amount = 0
-    """Those of the moment of the largest weight."""
+    """Bytes of a moment of the largest weight."""
     average_bytes: Amount
     """Bytes of the average of the weights; 0 for a run without one."""
     frozen_bytes: Amount = 0
@@ -90,7 +90,7 @@ class StepSizes:
     frozen_elements: Amount = 0
     """Elements of `whole_elements` that have no gradient."""
     layer_elements: Amount
-    """Those of the largest layer."""
+    """Elements of the weights of the largest layer when ZeRO has gathered them."""
     turn_trained: Amount
     """Weights that have gradients, of the layers of a turn of the loop with most layers."""
     expert_shards: Amount = 1
@@ -98,19 +98,19 @@ class StepSizes:
     rows: Amount = 1
     """Sequences of one part of a batch."""
     in_rings: Amount = True
-    """Whether the keys of some layer go round the rings."""
+    """True if the keys of some layer go round the rings."""
     sparse_keys: Amount = 0
-    """Keys, of all sequences of a device together, that it receives in a layer that sends only what
-    its window shows: those of the layer that receives most. 0 if there is no such layer."""
+    """Keys that a device receives, for all of its sequences, in a layer that sends only the keys
+    that its window shows: the most of any such layer. 0 if there is no such layer."""
     has_sparse: Amount = False
-    """Whether there is such a layer."""
+    """True if some layer sends only the keys that its window shows."""
     loops: int
     """Number of loops over layers: see `loops_of`."""
     turn_layers: int = 1
     """Number of layers of a turn of the loop with most layers."""
     stacked_bytes: Amount = 0
-    """Bytes of the weights of all layers, as the state holds them, frozen ones included; several
-    loops need it."""
+    """Bytes of the weights of all layers, as the state holds them, with frozen ones; used if there
+    are several loops."""
     vocabularies: Mapping[str, tuple[Amount, str]]
     """For each large weight outside of the layers, its elements and the phase of its gradient."""
 
@@ -122,14 +122,14 @@ class StepSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Something that takes memory."""
+    """A use of memory."""
 
     name: str
     size: Amount
     """Bytes of one device."""
     exact: bool = True
     host: bool = False
-    """Whether it is in the host's memory."""
+    """True if it is in the host's memory."""
     phase: str | None = None
     """The phase in which it exists; None for all of the step."""
 
@@ -175,7 +175,7 @@ class Footprint:
         return sum(item.size for item in self.parts if item.name == name)
 
     def table(self) -> str:
-        """One line for each part, in GiB, and the sums."""
+        """A line for each part, in GiB, and the sums."""
         largest = max(self.phases, key=lambda phase: self.phases[phase], default=None)
         lines = []
         for item in self.parts:
@@ -251,7 +251,7 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
 
 
 def _saved(sizes: StepSizes) -> Part:
-    """What layers save for the backward pass: see `remat.rematerialised`."""
+    """Arrays that layers save for the backward pass: see `remat.rematerialised`."""
     model = sizes.model
     name, tensor = SAVED, sizes.degrees.tensor
     hidden = sizes.tokens * model.mlp_width // tensor * model.itemsize
@@ -314,7 +314,7 @@ def _saved(sizes: StepSizes) -> Part:
 
 
 def _of_texts(sizes: StepSizes) -> Amount:
-    """Bytes of the projections around attention to a text: of tokens, and of the text."""
+    """Bytes of the projections around attention to a text, for tokens and for the text."""
     model, tensor = sizes.model, sizes.degrees.tensor
     if not model.text_tokens:
         return 0
@@ -325,7 +325,7 @@ def _of_texts(sizes: StepSizes) -> Amount:
 def _of_layers(
     sizes: StepSizes, of_mixers: Mapping[str, Amount], of_mlp: Amount, of_experts: Amount
 ) -> Amount:
-    """The sum over all layers of what those with each mixer and each feed-forward have."""
+    """The sum over all layers of an amount for each mixer and each feed-forward."""
     model = sizes.model
     mixers, feeds = Counter(model.layer_mixers), Counter(model.layer_feed_forwards)
     mixing = sum(mixers[name] * size for name, size in of_mixers.items())
@@ -341,7 +341,7 @@ def _recurrence_inputs(sizes: StepSizes, recurrence: Recurrence) -> Amount:
 
 
 def _recurrence_states(sizes: StepSizes, recurrence: Recurrence) -> Amount:
-    """Bytes that it keeps for its backward pass: states, maps and the output."""
+    """Bytes that a recurrence keeps for its backward pass: states, maps and the output."""
     kept = (_of_recurrence(sizes, recurrence, x) for x in ("kept_bytes", "output_bytes"))
     return sum(kept)
 
@@ -437,10 +437,10 @@ def _unit_elements(
 
 
 def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:
-    """One pass of an attention that needs `attention` bytes for all heads, for a part of them at
-    a time. Beside it there are the units of the next part, and copies of what is cut and joined:
-    of query, key, value, output and their gradients, half at a time, since what is used up is
-    freed."""
+    """A pass of an attention that needs `attention` bytes for all heads, if it treats some heads at
+    a time. Beside it there are the units of the next heads, and copies of the arrays that are cut
+    and joined (query, key, value, output and their gradients): half of them at a time, since used
+    arrays are freed."""
     if sizes.head_chunks == 1:
         return attention
     following = _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
@@ -449,7 +449,7 @@ def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:
 
 
 def _forward_attention_bytes(sizes: StepSizes) -> Amount:
-    """The forward pass of one attention: units, what arrives, and up to four partial outputs."""
+    """The forward pass of an attention: units, arriving units, and up to four partial outputs."""
     ring = sizes.degrees.ring
     query, key = _unit_elements(sizes, sizes.degrees.team, sizes.degrees.group)
     held = np.where(ring > 1, 2, 1)
@@ -457,9 +457,9 @@ def _forward_attention_bytes(sizes: StepSizes) -> Amount:
 
 
 def _attention_bytes(sizes: StepSizes) -> Amount:
-    """The backward pass of one attention: what `rings._backward` gathers, sends and sums. In a
-    ring, what travels exists twice, and so does every float32 gradient: the sum so far and either
-    the next sum or the one that arrives."""
+    """The backward pass of an attention: arrays that `rings._backward` gathers, sends and sums. In
+    a ring, each travelling array exists twice, and so does every float32 gradient: the sum so far
+    and either the next sum or an arriving one."""
     degrees, itemsize = sizes.degrees, sizes.model.itemsize
     query, key = _unit_elements(sizes, degrees.team, degrees.group)
     gathered = 2 * itemsize * (query + key)
@@ -483,8 +483,8 @@ def _attention_bytes(sizes: StepSizes) -> Amount:
 
 
 def _sparse_elements(sizes: StepSizes) -> tuple[Amount, Amount, Amount]:
-    """Elements of the query of a device, of its key, and of the keys that it receives, where only
-    those are sent that a window shows."""
+    """Elements of the query of a device, of its key, and of the keys that it receives if only the
+    keys that a window shows are sent."""
     model = sizes.model
     tensor = sizes.degrees.tensor
     key = np.maximum(model.kv_heads // tensor, 1) * model.head_dim
@@ -493,14 +493,16 @@ def _sparse_elements(sizes: StepSizes) -> tuple[Amount, Amount, Amount]:
 
 
 def _sparse_forward_bytes(sizes: StepSizes) -> Amount:
-    """The forward pass of such an attention: what arrives, and two partial outputs."""
+    """The forward pass of an attention that sends only the keys that a window shows: received keys,
+    and two partial outputs."""
     query, key, received = _sparse_elements(sizes)
     return sizes.model.itemsize * (3 * query + 2 * key + 2 * received)
 
 
 def _sparse_attention_bytes(sizes: StepSizes) -> Amount:
-    """The backward pass of such an attention: what `rings.sparse` holds, receives and sums.
-    Gradients are float32: of the query, of own keys, and of received keys."""
+    """The backward pass of an attention that sends only the keys that a window shows: arrays that
+    `rings.sparse` holds, receives and sums. Gradients of the query, of own keys, and of received
+    keys are float32."""
     query, key, received = _sparse_elements(sizes)
     held = 2 * query + 2 * key + 2 * received
     results = query + 2 * key
@@ -513,7 +515,7 @@ def _mlp_elements(sizes: StepSizes) -> Amount:
 
 
 def _mlp_bytes(sizes: StepSizes) -> Amount:
-    """The backward pass of one MLP, one tile at a time: hidden channels, and the loop's weights."""
+    """The backward pass of an MLP, one tile at a time: hidden channels, and the loop's weights."""
     model = sizes.model
     tile = np.minimum(sizes.tile if sizes.remat in REPEATS_MLP else sizes.tokens, sizes.tokens)
     hidden = model.mlp_width // sizes.degrees.tensor

@@ -28,7 +28,7 @@ from trainer.frozen import frozen_names
 from trainer.planner.quantities import LARGEST_SIZE
 
 DIT: dict[str, Any] = {"kind": "dit", "causal": False, "modulated": True, "takes_values": True}
-"""Settings that all diffusion transformers of `train.py` share."""
+"""Settings that all diffusion transformers of `train.py` have."""
 
 
 IMAGE_TOKENS = 257
@@ -37,22 +37,22 @@ IMAGE_TOKENS = 257
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenShares:
-    """How much of a model is not trained: shares from 0 to 1."""
+    """Shares of a model that are not trained, from 0 to 1."""
 
     layers: tuple[float, ...]
-    """Of the weights of a layer of each of `ModelSizes.kinds`."""
+    """Share of the weights of a layer, for each of `ModelSizes.kinds`."""
     products: tuple[float, ...]
-    """Of the matrices in it that each token is multiplied with."""
+    """Share of the matrices of a layer that each token is multiplied with, for each kind."""
     experts: float
-    """Of the matrices of experts."""
+    """Share of the matrices of experts."""
     outside: float
-    """Of the weights outside of the layers."""
+    """Share of the weights outside of the layers."""
     embedding: float
-    """Of the table of ids."""
+    """Share of the embedding of ids."""
     head: float
-    """Of the matrices outside of the layers that each token is multiplied with."""
+    """Share of the matrices outside of the layers that each token is multiplied with."""
     after_layers: bool = False
-    """Whether all that is trained comes after the layers, so that they have no backward pass."""
+    """True if all trained weights come after the layers, which then have no backward pass."""
 
 
 DISPATCHES = 4
@@ -61,13 +61,12 @@ SENT_TO_EXPERTS = 5
 """Arrays that a step sends for each assignment: inputs and outputs of experts, and backward the
 inputs and two gradients."""
 _OF_EXPERT = 3
-"""Matrices of an expert; and rows of experts over those that are filled up: see
-`models.experts.tile_rows`."""
+"""Matrices of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """The layers of one kind: how many there are, and what each one needs."""
+    """The layers of one kind: their number, and the sizes of each."""
 
     mixer: str
     """Name of its mixer, such as "attention"."""
@@ -77,7 +76,7 @@ class LayerKind:
     weights: Mapping[str, Weight]
     """The weights of a layer, by path in it, without adapters."""
     sizes: Mapping[str, int]
-    """The sizes of their dimensions, by name."""
+    """Sizes of the dimensions of the weights, by name."""
     top_k: int
     """Experts of a token."""
     rank: int
@@ -94,12 +93,12 @@ class LayerKind:
         return stack_name(self.mixer, self.feed_forward)
 
     def has(self, path: str) -> bool:
-        """Whether a weight of the model is one of such layers."""
+        """True if a weight of the model belongs to these layers."""
         return path.partition("/")[0] == self.stack
 
     def sum_of(self, counts: Callable[[str, Weight], Any]) -> Any:
-        """The sum over all weights of their elements times what `counts` says of path and weight:
-        whether they count, or the share of them that does."""
+        """The sum over all weights of their elements times `counts(path, weight)`: True, False, or
+        the share that counts."""
         total = 0
         for path, x in self.weights.items():
             if share := counts(path, x):
@@ -112,7 +111,7 @@ class LayerKind:
 
     @cached_property
     def elements(self) -> int:
-        """All weights but those of adapters."""
+        """All weights without adapters."""
         return self.sum_of(lambda path, x: 1)
 
     @cached_property
@@ -230,14 +229,14 @@ class ModelSizes:
     """The sizes of a transformer on which time and memory depend."""
 
     name: str
-    """Name for texts: that of the recipe, or the path of a config.json."""
+    """Name for texts: the name of a recipe, or the path of a config.json."""
     kind: str = "gpt"
-    """"gpt"; "dit" or "wan", diffusion transformers; or that of another task of `train.py`."""
+    """"gpt"; "dit" or "wan", diffusion transformers; or the name of another task of `train.py`."""
     causal: bool = True
     """True if a token attends only to itself and to earlier ones."""
     block: int = 0
     """Tokens of a block where tokens of a diffusion transformer attend to their own block and to
-    earlier ones; 0 where they attend to all. Predicted times are those of 0."""
+    earlier ones; 0 where they attend to all. Times are predicted as for 0."""
     modulated: bool = False
     """True if layers scale and shift their inputs and gate their outputs, as adaLN does."""
     takes_values: bool = False
@@ -245,8 +244,8 @@ class ModelSizes:
     weights: Mapping[str, Weight]
     """All weights, by path, without adapters."""
     sizes: Mapping[str, int]
-    """The sizes of their dimensions, by name: "width", "heads" and "head_dim" at least; those of
-    recurrences are in `recurrences`."""
+    """Sizes of the dimensions of the weights, by name: "width", "heads" and "head_dim" at least; a
+    `Recurrence` has its own."""
     layers: int
     """Number of blocks."""
     mixers: tuple[str, ...] = ("attention",)
@@ -273,9 +272,9 @@ class ModelSizes:
     list repeats: layer i has entry i modulo their number. Entries count for layers with attention
     alone."""
     seq_len: int | None = None
-    """Tokens in a sequence, where the model says so."""
+    """Tokens in a sequence; None if the model does not say."""
     batch: int = 1
-    """Sequences in a batch, where no other number is given."""
+    """Default number of sequences in a batch."""
     itemsize: int = 2
     """Bytes of an activation."""
     lora_rank: int = 0
@@ -289,8 +288,8 @@ class ModelSizes:
     average: bool = False
     """True if a moving average of the weights is kept."""
     assumed: str | None = None
-    """Sentences: what is assumed about a config.json of unknown architecture, or why train.py does
-    not take it."""
+    """Sentences about a config.json: the assumptions for an unknown architecture, or the reason why
+    train.py does not take it."""
 
     def __post_init__(self) -> None:
         settings = {name: getattr(self, name) for name in DIT}
@@ -432,7 +431,7 @@ class ModelSizes:
 
     @cached_property
     def frozen(self) -> FrozenShares:
-        """What is not trained; all but the adapters, if there are some."""
+        """The shares that are not trained: with adapters, everything else."""
         share, kinds = float(self.lora_rank > 0), len(self.kinds)
         if self.frozen_names and not self.lora_rank:
             return self._frozen_by_name()
@@ -446,7 +445,7 @@ class ModelSizes:
         names = frozen_names(self.weights, self.frozen_names)
 
         def share(counted: Callable[[str, Weight], Any]) -> float:
-            """The frozen share of weights of which `counted` says how much of them counts."""
+            """The frozen share of all weights, each times `counted(path, weight)`."""
             frozen = total = Fraction(0)
             for path, x in self.weights.items():
                 amount = x.elements(self.sizes_at(path)) * Fraction(counted(path, x))
@@ -480,8 +479,8 @@ class ModelSizes:
 
     @property
     def passes(self) -> tuple[float, ...]:
-        """Products of a step with each weight of a layer of each of `kinds`: the last, its
-        gradient, is of those not frozen."""
+        """Products of a step with each weight of a layer, for each of `kinds`: forward, backward,
+        and the gradient of weights that are not frozen."""
         frozen = self.frozen
         return tuple(1.0 if frozen.after_layers else 3 - x for x in frozen.products)
 

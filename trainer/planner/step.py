@@ -51,13 +51,14 @@ class Savings:
 
     zero: int
     remat: str
-    """What the backward pass of a layer recomputes: see `trainer.parallel.remat`."""
+    """Arrays that the backward pass of a layer recomputes: see `trainer.parallel.remat`."""
     offload: bool
-    """Whether layers save to the memory of the host."""
+    """True if layers save to the memory of the host."""
     tiled: bool
-    """Whether the loss treats at most 2048 tokens at a time, and the MLP where it is recomputed."""
+    """True if the loss treats at most 2048 tokens at a time, and so does the MLP if it is
+    recomputed."""
     offload_optimizer: bool = False
-    """Whether the moments of the optimizer are in the memory of the host."""
+    """True if the moments of the optimizer are in the memory of the host."""
 
 
 def tile_of(settings: Settings, tokens: np.ndarray) -> np.ndarray:
@@ -66,7 +67,7 @@ def tile_of(settings: Settings, tokens: np.ndarray) -> np.ndarray:
 
 
 def is_legal(settings: Settings, savings: Savings, tokens: np.ndarray) -> np.ndarray:
-    """Which settings `train.py` takes together with these savings."""
+    """Masks the settings that `train.py` takes together with these savings."""
     legal = np.ones(len(settings), bool)
     if savings.zero:
         legal &= settings.replicas > 1
@@ -82,12 +83,12 @@ class Step:
     """A training step in many settings, with any savings."""
 
     def __init__(self, timing: Timing, rows: Any = slice(None)) -> None:
-        """A step in some of the settings whose attentions are timed: all, or those of an index."""
+        """Takes the settings whose attentions are timed: all, or the rows of an index."""
         self._rows = rows
         self.timing, self.call, self.cluster = timing, timing.call, timing.cluster
         self.settings = timing.settings.take(rows)
         self.forward, self.backward = (x.take(rows) for x in timing.passes)
-        """Attention of all layers."""
+        """Costs of the attention of all layers."""
         windows = list(self.call.windows)
         seen = np.array([timing.sends_sparse(x)[rows] for x in windows])
         self._in_rings, self._has_sparse = ~seen.all(0), seen.any(0)
@@ -103,36 +104,38 @@ class Step:
         ]
         """Weights of a layer of each kind on a device, when ZeRO has gathered them."""
         self.stacked_elements = self._of_layers(self.layer_elements)
-        """Those of all layers, and all weights, likewise."""
+        """Weights of all layers, and all weights of the model, on a device when ZeRO has gathered
+        them."""
         self.whole_elements = self.stacked_elements + model.other_elements
         shares = model.frozen
         rows = zip(self.layer_elements, self.kinds, shares.layers, strict=True)
         self.layer_trained = [
             x - _part(share, x - layer_kind.adapters) for x, layer_kind, share in rows
         ]
-        """Weights of a layer of each kind that have gradients, and those outside of the layers."""
+        """Weights of a layer of each kind that have gradients, and such weights outside of the
+        layers."""
         self.other_trained = model.other_elements - int(shares.outside * model.other_elements)
         self.trained = self._of_layers(self.layer_trained) + self.other_trained
         """All weights that have gradients."""
 
         devices, tensor = self.settings.replicas, self.settings.tensor
         self._dispatches = model.dispatches(self.tokens, devices, tensor)
-        """Whether tokens are sent to experts at ZeRO 3."""
+        """True where tokens are sent to experts at ZeRO 3."""
         stay = model.expert_elements // tensor * self._dispatches
         self._staying = [stay * (layer_kind.feed_forward == "experts") for layer_kind in self.kinds]
-        """Weights of a layer of each kind that are then not gathered."""
+        """Weights of a layer of each kind that are not gathered if tokens are sent to experts."""
         self._staying_trained = [x - _part(shares.experts, x) for x in self._staying]
 
     def _of_layers(self, each: Iterable[Any]) -> Any:
-        """The sum over all layers of what a layer of each kind has."""
+        """The sum over all layers of an amount for a layer of each kind."""
         return sum(layer_kind.count * x for layer_kind, x in zip(self.kinds, each, strict=True))
 
     def take(self, row: Any) -> Step:
-        """The same step in one of its settings."""
+        """The step in one of its settings."""
         return Step(self.timing, np.arange(len(self.timing.settings))[self._rows][[row]])
 
     def parts(self, savings: Savings) -> dict[str, np.ndarray]:
-        """The seconds of a step, by what they are spent on: `COMPUTE` and `EXPOSED`."""
+        """The seconds of a step, by the names in `COMPUTE` and `EXPOSED`."""
         model, layers = self.call.model, self.call.model.layers
         repeats = savings.remat == "full"
         forward, backward = self.forward, self.backward
@@ -178,7 +181,7 @@ class Step:
         }
 
     def _linear(self, states: float) -> np.ndarray:
-        """Seconds of the recurrences of all layers, which move so many states a token."""
+        """Seconds of the recurrences of all layers, which move `states` states a token."""
         moved = np.zeros(len(self.settings))
         for layers, recurrence in self._recurrences:
             size = _FLOAT32 * recurrence.values * recurrence.key_dim / self.settings.tensor
@@ -187,21 +190,21 @@ class Step:
 
     @property
     def _recurrences(self) -> list[tuple[int, Recurrence]]:
-        """The layers with each recurrence, and the recurrence."""
+        """The number of layers with each recurrence, and the recurrence."""
         model = self.call.model
         return [(model.layer_mixers.count(x), y) for x, y in model.recurrences.items()]
 
     @functools.cached_property
     def _states(self) -> np.ndarray:
-        """Seconds of the messages of the recurrences of all layers in one pass: those of
-        `startrail_jax.linear.cost` for zigzag order, up the line of devices and down again."""
+        """Seconds of the messages of the recurrences of all layers in one pass, as in
+        `startrail_jax.linear.cost` for zigzag order: up the line of devices and down again."""
         seconds = np.zeros(len(self.settings))
         for layers, recurrence in self._recurrences:
             seconds += layers * self._states_of(recurrence)
         return seconds
 
     def _states_of(self, recurrence: Recurrence) -> np.ndarray:
-        """Those of one layer."""
+        """Seconds of these messages in one layer."""
         waits = np.zeros(len(self.settings))
         for devices in {*self.settings.sequence.tolist()} - {1}:
             rows = np.flatnonzero(self.settings.sequence == devices)
@@ -304,7 +307,7 @@ class Step:
         return moved / self.cluster.gpu.memory_rate
 
     def _tensor_sum(self) -> Cost:
-        """One sum over `tensor` of an activation [tokens, width]."""
+        """A sum over `tensor` of an activation [tokens, width]."""
         model, parts = self.call.model, self.settings.tensor
         size = self.tokens * model.width * model.itemsize
         received, inside = 2 * size * (parts - 1) / parts, self._links.inside["tensor"]
@@ -315,7 +318,7 @@ class Step:
         return self._links.over_replicas("all_gather", self.call.model.itemsize * elements)
 
     def _summed(self, elements: np.ndarray | int, *, to_all: bool) -> Cost:
-        """Gradients summed over all devices, each of which gets all of them or its own part."""
+        """Gradients summed over all devices; each device gets all sums (`to_all`) or its shard."""
         collective = "all_reduce" if to_all else "reduce_scatter"
         return self._links.over_replicas(collective, _FLOAT32 * elements)
 
@@ -381,7 +384,7 @@ class Step:
 
 def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
     """Elements of the weights of layers that the axes of ZeRO split along another dimension than
-    the first, which `tensor` splits or whose size they do not divide."""
+    the first, because `tensor` splits the first one or they do not divide its size."""
     tensor, replicas = settings.tensor, settings.replicas
 
     def is_split(name: str, sizes: Mapping[str, int]) -> np.ndarray:
@@ -414,5 +417,5 @@ def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:
 
 
 def _part(share: float, elements: np.ndarray) -> np.ndarray:
-    """A share of so many elements, in whole numbers."""
+    """The share of a number of elements, in whole numbers."""
     return np.rint(share * elements).astype(np.int64)

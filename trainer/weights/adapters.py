@@ -1,4 +1,4 @@
-"""The weights of a run for an export: read with low-rank adapters, which are merged into them."""
+"""The weights of a run for an export: reads them, and merges low-rank adapters into them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.weights.writing import write_tensors
 
 KERNEL = "kernel"
 Places = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Place]]]
-"""Shapes of weights by path -> where each of them lies."""
+"""Shapes of weights by path -> path and place of each weight."""
 
 
 def check_merge(config: TrainConfig, run_dir: Path, *, merge: bool) -> None:
@@ -61,7 +61,7 @@ def restore_model(
 ) -> tuple[PyTree[Shaped[Array, "..."]], int]:
     """Reads the weights of a run, also while it trains, and tells the step of their checkpoint.
     `shapes` has types and shardings of all weights; `step` None is the newest whole one. With
-    `only_trained`, those that are frozen are left out."""
+    `only_trained`, frozen weights are left out."""
     trained, frozen = split_frozen(shapes, config.frozen)
     weights, restored_step = restore_weights(
         run_dir / CHECKPOINTS_FOLDER, trained, model_flags(config), step=step, note=note
@@ -78,14 +78,15 @@ def as_matrix(x: Float[np.ndarray, "..."], adapter: str) -> Float[np.ndarray, "i
 
 
 class BaseWeights:
-    """The weights to which a run's adapters are added: as its pretrained model has them, where the
-    run keeps them in fewer bits."""
+    """The weights to which a run's adapters are added: from its pretrained model, if the run keeps
+    them in fewer bits."""
 
     def __init__(self, arrays: Mapping[str, Any], source: TensorWeights | None) -> None:
         self._arrays, self._source = arrays, source
 
     def read(self, path: str, place: Place, number: int) -> Shaped[np.ndarray, "..."]:
-        """The weight at `path` of one of its tensors; raises unless it is what the run has kept."""
+        """The weight at `path` of one of its tensors; raises unless it equals the rounded one in
+        the run."""
         weight = place.weight_of(np.asarray(self._arrays[path]), number)
         if self._source is None or weight.dtype.itemsize > 2:
             return weight
@@ -122,8 +123,8 @@ def base_weights(
     note: Callable[[str], object],
 ) -> Iterator[BaseWeights]:
     """The weights of a run, for `write_merged`. The files of its pretrained model are opened if the
-    run has rounded some of them, as to the type of activations; `note` is told if they cannot be.
-    """
+    run has rounded some weights, as to the type of activations; `note` gets a warning if they
+    cannot be opened."""
     rounded = {
         arrays[path].dtype.name
         for path, place in _places_of(arrays, places).items()
@@ -184,8 +185,8 @@ def write_merged(
     stem: str = MODEL,
     base: BaseWeights | None = None,
 ) -> str:
-    """Writes the files of a model, whose adapters are added to the weights: those of `base`, or of
-    `arrays` by default. Returns the types of the tensors."""
+    """Writes the files of a model, with adapters added to the weights of `base`, or of `arrays` by
+    default. Returns the types of the tensors."""
     weights = base or BaseWeights(arrays, None)
     by_path = _places_of(arrays, places)
 

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: what their headers say, and parts of their tensors.
+"""Folders of safetensors files: reads headers, and slices of tensors.
 
 Nothing is unpickled.
 """
@@ -20,23 +20,23 @@ from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
 
 MODEL = "model"
-"""What the names of the files of a library begin with: of transformers, and of diffusers."""
+"""Stems of the names of files: of transformers, and of diffusers."""
 DIFFUSERS = "diffusion_pytorch_model"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.pth", "*.pt", "*.ckpt")
 
 IGNORED = ".rotary_emb.inv_freq"
-"""Ending of tensors that old checkpoints have, and that follow from config.json."""
+"""Ending of the names of tensors in old checkpoints that follow from config.json."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The types of tensors that are read, as safetensors and as numpy name them."""
+"""Supported types of tensors: their names in safetensors -> in numpy."""
 
 
 def one_file(stem: str) -> str:
-    """The name of the file of a checkpoint that has one."""
+    """The name of the file of a checkpoint with a single file."""
     return f"{stem}.safetensors"
 
 
 def index_of(stem: str) -> str:
-    """The name of the file that names the others, of a checkpoint with several."""
+    """The name of the index of a checkpoint with several files."""
     return f"{one_file(stem)}.index.json"
 
 
@@ -50,9 +50,9 @@ class Tensors:
     dtypes: Mapping[str, str]
     """Type of every tensor, as safetensors names it."""
     slices: Mapping[str, Any]
-    """What gives parts of a tensor, as numpy arrays, when it is indexed with slices."""
+    """Readers of tensors: indexed with slices, each gives a part of its tensor as a numpy array."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """For each other part of the model, how many tensors it has."""
+    """Number of tensors of each other part of the model."""
 
     @property
     def types(self) -> dict[str, str]:
@@ -61,7 +61,7 @@ class Tensors:
 
     @property
     def kinds(self) -> str:
-        """The types that there are."""
+        """The types of all tensors, as a text."""
         return " and ".join(sorted({*self.types.values()}))
 
     @property
@@ -73,7 +73,8 @@ class Tensors:
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, tied: Mapping[str, str]) -> None:
-        """Raises unless these are the tensors of a model; `tied` ones may be there as copies."""
+        """Raises unless the tensors have the names and `shapes` of a model; copies of `tied` ones
+        may be present."""
         unknown = [name for name in self.shapes if name not in shapes and name not in tied]
         missing = [name for name in shapes if name not in self.shapes]
         lines = [
@@ -127,8 +128,8 @@ def open_tensors(
 ) -> Iterator[Tensors]:
     """Opens the files of a checkpoint, and reads what their headers say.
 
-    `part_of` names the other part of the model to which a tensor belongs, if it does; such tensors
-    are counted and left out.
+    `part_of` names the other part of the model to which a tensor belongs, or None; tensors of other
+    parts are counted and left out.
     """
     index = _index(folder, stem)
     slices: dict[str, Any] = {}
@@ -161,7 +162,7 @@ def open_tensors(
 
 
 def _opened(path: Path) -> Any:
-    """A file, of which parts of tensors are read: a context manager."""
+    """Opens a file to read parts of tensors: a context manager."""
     try:
         # Pages of a mapped file would count as memory of the process, as much as the weights.
         return safe_open(path, framework="numpy", backend="pread")
@@ -194,7 +195,7 @@ def _index(folder: Path, stem: str) -> dict[str, str] | None:
 
 
 def _is_name(name: Any) -> bool:
-    """Whether a file can have a name, which does not lead out of its folder."""
+    """True for the name of a file that does not lead out of its folder."""
     if not isinstance(name, str) or not name.isprintable():
         return False
     return name == Path(name).name and len(name) < 256

@@ -20,7 +20,7 @@ from trainer.weights.files import Tensors
 from trainer.weights.places import Place
 
 ALIGNMENT = 64
-"""Bytes of which XLA wants the address of an array to be a multiple."""
+"""Alignment in bytes that XLA wants for the address of an array."""
 TILE = 128
 """Rows and columns that are transposed at a time: they fit in the cache of a core."""
 
@@ -31,11 +31,11 @@ class TensorWeights(InitialWeights):
 
     tensors: Tensors
     places: Mapping[str, Place]
-    """Where each weight of the model lies."""
+    """Place of each weight of the model, by path."""
     description: str
 
     def read(self, weights: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Shaped[Array, "..."]]:
-        """Reads each device's own slices of the weights' files. All processes must call it."""
+        """Reads each device's own slices from the files. All processes must call it."""
 
         def read_one(path: tuple[Any, ...], weight: Any) -> Array:
             place = self.places[path_name(path)]

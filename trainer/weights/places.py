@@ -1,7 +1,7 @@
-"""Where the weights of a model lie in the files of PyTorch's libraries.
+"""Places of the weights of a model in the files of PyTorch's libraries.
 
 PyTorch keeps the matrix of a projection as [outputs, inputs], and one tensor for each layer; here a
-kernel is [*inputs, *outputs], and those of all layers are one array.
+kernel is [*inputs, *outputs], and the kernels of all layers are one array.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 Groups = tuple[tuple[int, ...], ...]
-"""For each dimension of a tensor, the dimensions of the weight of which it is made, in order."""
+"""For each dimension of a tensor, the dimensions of the weight that it joins, in order."""
 
 AS_IT_IS: Groups = ((0,),)
 TRANSPOSED: Groups = ((1,), (0,))
@@ -24,7 +24,7 @@ OF_HEADS: Groups = ((0, 1),)
 IN_ROWS: Groups = ((1, 2), (0,))
 """A projection to heads, [inputs, heads, head_dim]."""
 IN_BOTH: Groups = ((0,), (1,))
-"""A matrix that has the same form there."""
+"""A matrix with the same dimensions in both."""
 IN_COLUMNS: Groups = ((2,), (0, 1))
 """A projection from heads, [heads, head_dim, outputs]."""
 OF_CONV: Groups = ((1, 2), (), (0,))
@@ -32,19 +32,19 @@ OF_CONV: Groups = ((1, 2), (), (0,))
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Which part of a tensor one of its weights is."""
+    """The part of a tensor that is one of its weights."""
 
     index: int
-    """Number of the weight among those of the tensor."""
+    """Number of the weight among the weights of the tensor."""
     sizes: tuple[int, ...]
     """Rows of each of the weights, in every group of rows."""
     groups: int = 1
-    """Groups of rows, each of which has all weights."""
+    """Number of groups of rows; each group has rows of all weights."""
     columns: bool = False
-    """Whether the weights take turns in the last dimension instead, each with one number."""
+    """True if the weights take turns in the last dimension instead, with one number each."""
 
     def taken(self, tensor: Any, cover: list[slice]) -> Shaped[np.ndarray, "..."]:
-        """A part of the weight; of the tensor, as little as possible is read."""
+        """Reads a part of the weight, and as little as possible of the tensor."""
         count, before = len(self.sizes), sum(self.sizes[: self.index])
         if self.columns:
             last = cover[-1]
@@ -66,7 +66,7 @@ class Share:
         return np.concatenate(grouped, axis=1).reshape(-1, *parts[0].shape[1:])
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor, from that of the weight's part."""
+        """The shape of the tensor, from the shape of the weight's part."""
         if self.columns:
             return (*shape[:-1], shape[-1] * len(self.sizes))
         return (self.groups * sum(self.sizes), *shape[1:])
@@ -74,20 +74,22 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one weight, or that of all layers together, lies in a checkpoint."""
+    """The place of a weight in a checkpoint: of one weight, or of all layers together."""
 
     tensors: tuple[str, ...]
     """Its tensors: one for each layer, or for each expert of each layer; or a single one."""
     stacked: bool
-    """Whether its first dimension counts layers."""
+    """True if its first dimension counts layers."""
     experts: int | None = None
-    """Number of experts that have tensors of their own, which its second dimension counts."""
+    """Number of experts if each has tensors of its own; the second dimension then counts
+    experts."""
     shape: tuple[int, ...]
-    """Its shape, without layers and such experts."""
+    """Shape of the weight without the dimensions of layers and of experts with own tensors."""
     groups: Groups
-    """How the dimensions of a tensor are made of its own; one of size 1 is made of none."""
+    """Dimensions of the weight that each dimension of a tensor joins; none for a dimension of size
+    1."""
     share: Share | None = None
-    """Its part of tensors that have other weights too."""
+    """Part of the tensors that is this weight, if they hold other weights too."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -96,8 +98,8 @@ class Place:
         return shape if self.share is None else self.share.whole_shape(shape)
 
     def numbers(self, index: Sequence[slice]) -> tuple[np.ndarray, Sequence[slice]]:
-        """The numbers of the tensors of a part of the weight, shaped as the part begins; and the
-        part of each tensor's weight."""
+        """The numbers of the tensors that hold a part of the weight, as an array over its first
+        dimensions (layers and experts); and the slices of the part within each tensor's weight."""
         every = np.arange(len(self.tensors))
         if not self.stacked:
             return every.reshape(()), index
@@ -106,7 +108,7 @@ class Place:
         return every.reshape(-1, self.experts)[index[0], index[1]], index[2:]
 
     def weight_of(self, weight: Any, number: int) -> Any:
-        """The weight of a tensor, from that of all layers and experts."""
+        """The weight of one tensor, from the array of all layers and experts."""
         if not self.stacked:
             return weight
         return weight[number] if self.experts is None else weight[divmod(number, self.experts)]
@@ -117,8 +119,8 @@ class Place:
         return tuple(math.prod(self.shape[dim] for dim in group) for group in self.groups)
 
     def read(self, tensor: Any, index: Sequence[slice]) -> Shaped[np.ndarray, "..."]:
-        """A part of the weight of one layer, by a slice of step 1 for each dimension; reads as
-        little as slices allow."""
+        """Reads a part of the weight of one layer, by a slice of step 1 for each dimension, and as
+        little else as slices allow."""
         ranges = [
             dim_slice.indices(size)[:2] for dim_slice, size in zip(index, self.shape, strict=True)
         ]
@@ -143,7 +145,8 @@ class Place:
         return block.transpose(np.argsort(self._order))
 
     def to_tensor(self, weight: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-        """The tensor of the weight of one layer, or its rows of that, contiguous."""
+        """The tensor of the weight of one layer, or the rows of a tensor that are this weight,
+        contiguous."""
         return np.ascontiguousarray(weight.transpose(self._order).reshape(self.tensor_shape))
 
     @property
@@ -152,7 +155,7 @@ class Place:
 
 
 def by_tensor(places: Mapping[str, Place]) -> dict[str, list[tuple[str, int]]]:
-    """For each tensor, its weights, in their order: path, and number of the tensor in its place."""
+    """The weights of each tensor, in their order: path, and number of the tensor in its place."""
     tensors: dict[str, list[tuple[str, int]]] = {}
     for path, place in places.items():
         for number, name in enumerate(place.tensors):

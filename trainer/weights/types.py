@@ -18,7 +18,7 @@ TYPES = "types.json"
 
 
 def keep_types(folder: Path, tensors: Tensors) -> None:
-    """Notes in what a run keeps of its pretrained model which types its tensors have."""
+    """Notes the types of a pretrained model's tensors in the run's folder of kept files."""
     text = json.dumps(tensors.types, indent=2)
     (folder / TYPES).write_text(text + "\n", encoding="utf-8")
 
@@ -28,14 +28,14 @@ class ExportTypes:
     """The type of every tensor that is exported."""
 
     requested: str | None
-    """The type that the user asks for; None for those of the pretrained model."""
+    """The type that the user asks for; None for the types of the pretrained model."""
     default: str = "float32"
-    """The type of tensors of which none is noted."""
+    """The type of tensors without a noted type."""
     noted: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_run(cls, kept: Path, requested: str | None, default: str = "float32") -> ExportTypes:
-        """Those of a run that keeps this folder of its pretrained model, which may not exist."""
+        """The types of a run, from its folder of kept files, which may not exist."""
         path = kept / TYPES
         noted = read_object(path) if path.is_file() else {}
         return cls(requested=requested, default=default, noted=noted)
@@ -45,8 +45,8 @@ class ExportTypes:
         return self.noted.get(name, self.default)
 
     def of(self, name: str) -> Any:
-        """The type of a tensor. One that was float32 among others of 16 bits, such as the decay
-        rates of a hybrid, has no other type than float32: 16 bits would be too few for it."""
+        """The type of a tensor. A tensor that was float32 among others of 16 bits, such as the
+        decay rates of a hybrid, stays float32: 16 bits would be too few."""
         before = self.before(name)
         is_wide = before == "float32" and {*self.noted.values()} > {"float32"}
         return jnp.dtype(before if self.requested is None or is_wide else self.requested)

@@ -28,8 +28,8 @@ def write_tensors(
     stem: str = MODEL,
 ) -> str:
     """Writes the files of tensors, and their index if there are several. `dtype_of` gives a
-    tensor's type by its name; those that there are are returned. A file has at most `shard_bytes`,
-    unless one tensor has more."""
+    tensor's type by its name; returns the types of all tensors, as a text. A file has at most
+    `shard_bytes`, unless one tensor has more."""
     weights = by_tensor(places)
     dtypes = {name: np.dtype(dtype_of(name)) for name in weights}
     sizes = {
