@@ -36,15 +36,15 @@ def check_range(
 
 
 def check_used(section: str, config: Any, *, used: bool, needs: str, got: str, flags: str) -> None:
-    """Raises if options of layers are set that a model has not.
+    """Raises if options are set for layers that a model does not have.
 
     Args:
         section: name of the options, such as "linear".
         config: the options, a dataclass.
-        used: whether the model has such layers.
-        needs: what the options need.
-        got: what the model has.
-        flags: what gives a model such layers.
+        used: True if the model has the layers.
+        needs: the layers that the options need.
+        got: the layers that the model has.
+        flags: the flags that give a model the layers.
     """
     changed = [name for name, x in vars(config).items() if x != getattr(type(config), name)]
     if changed and not used:

@@ -44,8 +44,8 @@ class RopeConfig:
     """Number of channels of each head that turn: the first ones, an even number. The default is all
     of them."""
     stretches: Literal["all", "global"] = "all"
-    """The layers whose angles `scaling` shrinks: all, or those without a window, as in Gemma 3.
-    Without a scaling, it has no effect."""
+    """The layers whose angles `scaling` shrinks: all, or the layers without a window, as in Gemma
+    3. Without a scaling, it has no effect."""
 
     def __post_init__(self) -> None:
         wrong = [x for x in self.bases if x != "none" and not x > 1]
@@ -162,7 +162,7 @@ class GPTConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     """Layers of experts."""
     windows: tuple[int | Literal["none"], ...] = ("none",)
-    """Number of tokens that a token of each layer attends to, itself and those before it: the list
+    """Number of tokens that a token of each layer attends to, itself and earlier ones: the list
     repeats, and `none` attends to all earlier tokens. `4096` is Mistral, and `512 512 512 none` is
     three local layers and a global layer, repeated. Layers of linear attention ignore their entries
     here and in rope.bases."""

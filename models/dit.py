@@ -2,9 +2,9 @@
 
 The model knows no mesh. Its tokens may come in any order and in any number: `positions`, which are
 data, say where each token lies, and only attention looks at several tokens. Each row has one time
-and one class, whichever of its tokens a device holds.
+and one class, which every device with tokens of the row needs.
 
-Unlike that of the paper, this model has no biases.
+Unlike the model of the paper, this one has no biases.
 
 References:
     DiT, adaLN-Zero: https://arxiv.org/abs/2212.09748
@@ -48,7 +48,7 @@ class DiT(nnx.Module):
         hooks: Hooks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Builds the model with float32 weights; those of all layers are stacked, [layers, ...].
+        """Builds the model with float32 weights; weights of the layers are stacked, [layers, ...].
 
         The weights of modulations and of the output projection begin as 0, so that at first every
         block is the identity and the output is 0.
@@ -139,7 +139,7 @@ class DiT(nnx.Module):
 
 
 class DiTBlock(nnx.Module):
-    """Its part `image` has the weights, and calls attention over all tokens."""
+    """A block whose part `image` has the weights and calls attention over all tokens."""
 
     def __init__(self, *, image: DiTStream, attention_fn: AttentionFn) -> None:
         self.image = image

@@ -1,8 +1,8 @@
 """A feed-forward of experts: a router sends each token to a few of many small MLPs.
 
 No token is dropped, whatever the router chooses, and all shapes are static: the rows of each expert
-are filled up to whole tiles, and a loop over tiles takes the weights of the expert of each. So at
-most (experts) * (rows of a tile - 1) rows are computed for nothing.
+are filled up to whole tiles, and a loop over tiles takes the weights of the expert of each tile. So
+at most (experts) * (rows of a tile - 1) rows are computed for nothing.
 
 References:
     Switch Transformers, https://arxiv.org/abs/2101.03961, equations (4) to (6) for the balancing
@@ -131,8 +131,7 @@ class Experts(nnx.Module):
 
         Args:
             x: inputs of the layer.
-            token_weights: how much the loss of each token counts, and the token in the balance;
-                None for 1.
+            token_weights: weight of each token in the loss and in the balance; None for 1.
             total: the sum over the devices that have different tokens of the batch.
         """
         # A GPU would round float32 products to TF32, by which other experts would win.
@@ -361,7 +360,7 @@ def by_dispatch(
 
     Args:
         axes: the mesh axes over which experts are divided, inside a `shard_map`.
-        weights: those of the experts of this device.
+        weights: the weights of the experts of this device.
         expert, x, chosen, shares: as in `by_group`, with the experts of all devices.
     """
     dispatch = _Dispatch(axes, _count(weights), chosen)

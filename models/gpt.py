@@ -93,12 +93,13 @@ class GPT(nnx.Module):
         their own.
 
         Args:
-            config: sizes and options. What belongs to the attention itself is left to
-                `attention_fn`: soft cap, scale, and the window if all layers have the same.
+            config: sizes and options. `attention_fn` must apply the soft cap, the scale, and the
+                window if all layers have the same.
             attention_fn: causal attention; called with `segment_ids` by keyword, and with
                 `local_window_size` and `sinks` where a layer has them.
             windows: the number of keys that a query sees in each layer, its own included, in place
-                of those of the config: the list repeats. None for those that `attention_fn` shows.
+                of the windows of the config: the list repeats. None for the config's, unless
+                `attention_fn` has the only one.
             hooks: how the model runs; None runs it as it is written.
             rngs: source of the initial weights.
         """
@@ -190,8 +191,8 @@ class GPT(nnx.Module):
 
         Args:
             tokens, positions, segment_ids: as in `__call__`.
-            token_weights: how much the loss of each token counts; None for 1. Tokens that do not
-                count are no part of the balance of experts.
+            token_weights: weight of the loss of each token; None for 1. Tokens of weight 0 are no
+                part of the balance of experts.
         """
         graphs, weights = self._split()
 
@@ -249,7 +250,7 @@ class GPT(nnx.Module):
                 loop over layers carries them, so that each layer writes in place.
             attend: for each stack, the function that its layers call: (cache, layer, *arrays) ->
                 (out, cache), where `layer` is the number of the layer in its stack, and the arrays
-                are those of a `CachedAttentionFn` or a `CachedLinearFn`.
+                are the arguments of a `CachedAttentionFn` or a `CachedLinearFn`.
 
         Returns:
             The input of `logits`, and the caches.

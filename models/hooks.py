@@ -52,16 +52,16 @@ class Hooks:
     """Applied to the outputs of projections whose inputs are split over tensor-parallel devices: a
     sum over the devices (g of Megatron-LM)."""
     mean_over_tensor: Callable[..., Array] = _unchanged
-    """Applied to a mean over the heads of one device, such as that of a norm over all heads: the
-    mean over the tensor-parallel devices, with its gradient. A second argument is a number of
-    parts, of neighbours each, within which the mean is taken."""
+    """Applied to a mean over the heads of one device, as in a norm over all heads: the mean over
+    the tensor-parallel devices, with its gradient. A second argument is a number of parts:
+    neighbouring devices are one part, and the mean is taken within each part."""
     sum_over_tokens: Callable[[Array], Array] = _unchanged
     """The sum over the devices that have different tokens of a batch. It has no gradient."""
     expert_axes: tuple[str, ...] = ()
     """Mesh axes over whose devices the experts of a layer are divided, so that tokens are sent to
     them; with none, every device has the weights of all experts."""
     attend_whole: Callable[[Array, Array, Array], Array] = jax.nn.dot_product_attention
-    """Attention of tokens to others that are whole on every device, such as those of a text:
+    """Attention of tokens to others that are whole on every device, such as a text:
     (query [B T N H], key [B S N H], value [B S N H]) -> [B T N H]."""
     linear_attention: Callable[[str], Any] = _no_linear_attention
     """(rule) -> a `startrail_jax.LinearAttention` for the layers of linear attention."""

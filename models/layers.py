@@ -110,7 +110,7 @@ class NormOverHeads(nnx.Module):
             heads: heads of queries, or of keys.
             head_dim: channels of a head.
             epsilon: number added to the mean square.
-            offset: whether it multiplies by 1 + its scale, which begins with 0.
+            offset: True if it multiplies by 1 + its scale, which begins with 0.
             mean: the mean over the devices that share the heads: see `Hooks.mean_over_tensor`.
         """
         self.epsilon, self.offset, self.mean = epsilon, offset, mean
@@ -199,7 +199,7 @@ class MLP(nnx.Module):
             width: channels of inputs and outputs.
             hidden: channels between the projections.
             out_gain: standard deviation of the outputs of `down` for inputs of variance 1.
-            bias: whether `up` has a bias.
+            bias: True if `up` has a bias.
             dtype: type of activations and matrix products.
             rngs: source of the initial weights.
         """

@@ -82,8 +82,8 @@ def project(
 ) -> Float[Array, "..."]:
     """Contracts the last dimensions of x, [..., *inputs], with a kernel's, [*inputs, *outputs].
 
-    The kernel is float32, and cast to the type of x, which is that of the output too if `out_dtype`
-    is None. `contracted` is the number of dimensions in `inputs`.
+    The kernel is float32, and cast to the type of x, which is also the type of the output if
+    `out_dtype` is None. `contracted` is the number of dimensions in `inputs`.
 
     The gradient of the kernel is float32. A matrix product of 16-bit arrays adds in float32 anyway,
     and the sums that follow it, over tiles, parts of a batch and devices, should not round.

@@ -36,7 +36,7 @@ class Adapted(nnx.Module):
             base: the projection, whose kernel this one takes.
             rank: columns of A, and rows of B.
             scale: factor of their output.
-            stacked: number of dimensions of the kernel before those of one projection.
+            stacked: number of leading dimensions of the kernel, which count projections.
             rngs: source of A.
         """
         self.kernel = base.kernel
@@ -55,7 +55,8 @@ class Adapted(nnx.Module):
 def narrow_matrices(
     shape: tuple[int, ...], *, rank: int, stacked: int, contracted: int, rngs: nnx.Rngs
 ) -> tuple[nnx.Param, nnx.Param]:
-    """A and B for a kernel [*stacked, *contracted, *outputs], of so many dimensions each."""
+    """A and B for a kernel [*stacked, *contracted, *outputs]; `stacked` and `contracted` are
+    numbers of dimensions."""
     inputs = shape[stacked : stacked + contracted]
     # As PEFT does: uniform, of variance 1 / (3 * fan_in).
     bound = math.prod(inputs) ** -0.5

@@ -96,10 +96,10 @@ class LayerOfGroup:
 
 
 def layer_of(weights: Any) -> Any:
-    """The arrays of a layer that `Stretch.each` gave.
+    """Takes the arrays of a layer from a result of `Stretch.each`.
 
-    Where a layer is rematerialised, this belongs inside: what it saves for its backward pass are
-    then the arrays of the loop, which exist already, and no copies of its layers.
+    Call it inside of a rematerialised layer: the layer then saves the arrays of the loop, which
+    exist already, for its backward pass, and no copy of its own.
     """
     if not isinstance(weights, LayerOfGroup):
         return weights
@@ -107,7 +107,8 @@ def layer_of(weights: Any) -> Any:
 
 
 def layers_of(stack: str, mixers: Sequence[str], feed_forwards: Sequence[str]) -> list[int]:
-    """The numbers of the layers whose weights are in a stack, given what all layers are."""
+    """The numbers of the layers whose weights are in a stack, from the mixers and feed-forwards of
+    all layers."""
     pairs = zip(mixers, feed_forwards, strict=True)
     return [number for number, pair in enumerate(pairs) if stack_name(*pair) == stack]
 
@@ -119,7 +120,7 @@ def kinds_of_layers(
     ropes: Sequence[Rope | None],
     layers: int,
 ) -> tuple[Kind, ...]:
-    """The kind of each layer, of patterns that repeat: layer i has entry i modulo their number."""
+    """The kind of each layer, from patterns that repeat: layer i has entry i modulo the length."""
 
     def kind(i: int) -> Kind:
         mixer = mixers[i % len(mixers)]

@@ -18,7 +18,7 @@ from models.layers import INITS, give_weights, projected
 
 @runtime_checkable
 class LinearAttentionFn(Protocol):
-    """The callable of a layer: a `startrail_jax.LinearAttention`, or one with its methods."""
+    """The callable of a layer: a `startrail_jax.LinearAttention`, or an object with its methods."""
 
     def __call__(
         self, query: Any, key: Any, value: Any, decay: Any, beta: Any, *, segment_ids: Any = None
@@ -102,8 +102,8 @@ class RecurrentMixer(nnx.Module):
         """Convolves query, key and value, and runs the recurrence.
 
         Args:
-            inputs: what `inputs` returns.
-            finish: turns what was convolved and activated into query, key and value.
+            inputs: the result of `inputs`.
+            finish: turns the convolved and activated arrays into query, key and value.
             decay, beta: as `startrail_jax.LinearAttention` takes them.
             attend: the function that keeps a cache.
             biases: of the convolutions, [heads, channels]; none by default.

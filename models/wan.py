@@ -66,7 +66,7 @@ class Wan(nnx.Module):
         hooks: Hooks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        """Builds the model with float32 weights; those of all layers are stacked, [layers, ...].
+        """Builds the model with float32 weights; weights of the layers are stacked, [layers, ...].
 
         The weights of the output begin as 0, as in Wan.
 
@@ -83,7 +83,7 @@ class Wan(nnx.Module):
             time_channels: sines and cosines in which a time is coded.
             image_dim: channels of an embedded token of an image (Wan 2.1, image to video); None
                 for models without.
-            text_norm: whether tokens are normalised before they attend to the text.
+            text_norm: True if tokens are normalised before they attend to the text.
             norm_eps: number that norms add to the variance or the mean square.
             attention_fn: attention without a mask; called with `segment_ids` by keyword.
             dtype: type of activations and matrix products. Norms, modulations and the output are

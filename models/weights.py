@@ -1,7 +1,7 @@
 """Weights by the names of their dimensions. Imports no jax.
 
-Shapes, what devices share, what adapters and Muon change, and the products of a token all follow
-from these names, which are like the logical axes of Flax:
+These names, which are like the logical axes of Flax, determine shapes, the division among devices,
+the matrices that adapters and Muon change, and the products of a token:
 
     "heads head_dim"                an array
     "width | heads head_dim"        a matrix that every token is multiplied with: inputs | outputs
@@ -92,11 +92,11 @@ class Weight:
         return next((i for i, name in enumerate(self.dims) if name in OVER_TENSOR), None)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Its shape, from the sizes of dimensions by name."""
+        """The shape, from the sizes of dimensions by name."""
         return tuple(sizes[name] for name in self.dims)
 
     def elements(self, sizes: Mapping[str, int]) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return math.prod(self.shape(sizes))
 
     def adapter(self, name: str) -> Weight:

@@ -70,7 +70,7 @@ class Objective(ABC):
 
         Args:
             batch: a batch as `Dataset.collate` makes it, on the devices.
-            training: whether the inputs may be random; otherwise they are always the same.
+            training: True if the inputs may be random; otherwise they are always the same.
 
         Returns:
             A tree with the fields `targets`, [B T ...], and `weights`, float32 [B T], the weights

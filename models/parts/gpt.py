@@ -65,7 +65,8 @@ FEED_FORWARDS = {
 
 
 def stack_name(mixer: str, feed_forward: str) -> str:
-    """The part of a model that holds the stacked weights of such layers."""
+    """The part of a model with the stacked weights of layers with this mixer and this
+    feed-forward."""
     return f"{MIXERS[mixer].prefix}{FEED_FORWARDS[feed_forward].prefix}blocks"
 
 

@@ -1,8 +1,8 @@
 """Layers that keep a state in place of keys and values: their sizes. Imports no jax.
 
-While it decodes, a layer keeps its states and what its convolution sees, whatever the length.
-Between the passes it keeps its output and a map of states for every `GROUP` chunks of tokens
-(`startrail_jax.linear.sizes`). It sends log2(devices) maps in each pass, whatever the length
+While it decodes, a layer keeps its states and the last inputs of its convolution, whatever the
+length. Between the passes it keeps its output and a map of states for every `GROUP` chunks of
+tokens (`startrail_jax.linear.sizes`). It sends log2(devices) maps in each pass, whatever the length
 (`startrail_jax.linear.cost`).
 """
 

@@ -75,7 +75,7 @@ def peft_config(
 
 
 def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
-    """Raises if flags have changed what the model of a folder computes: PEFT would not know."""
+    """Raises if flags have changed the outputs of a folder's model: PEFT would not know."""
     in_folder, in_run = (
         settings_of(replace(without_losses(x), dtype="float32")) for x in (base, model)
     )

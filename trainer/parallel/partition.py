@@ -81,7 +81,7 @@ class Partition:
     level: int = 0
     """ZeRO level, 0 to 3."""
     zero_axes: tuple[str, ...] = SHARDED_AXES
-    """Mesh axes that ZeRO splits over; those of degree 1 make no difference."""
+    """Mesh axes that ZeRO splits over; axes of degree 1 make no difference."""
     dtype: Any = jnp.float32
     """Type in which weights are gathered and used."""
     dispatches: bool = False

@@ -106,7 +106,7 @@ def _places(attention: Attention, names: Sequence[str]) -> tuple[tuple[int, int]
 
 
 def _degrees(nodes: np.ndarray, seq_len: int, config: TrainConfig, attention: Attention) -> Degrees:
-    """The degrees of a split with the fewest bytes, among those that the heads allow."""
+    """The degrees of a split with the fewest bytes, among the degrees that the heads allow."""
     model, chunks, tensor = config.model, config.attention.head_chunks, attention.degrees.tensor
     # Rows whose devices lie alike on nodes send alike.
     places = {tuple(np.unique(row, return_inverse=True)[1].tolist()) for row in nodes}

@@ -53,12 +53,12 @@ class TrainState(NamedTuple):
 
     @property
     def base(self) -> Any:
-        """The weights of the model without its adapters, such as those of a pretrained model."""
+        """The weights of the model without its adapters."""
         return split_adapters(self.model)[1]
 
     @property
     def changing(self) -> TrainState:
-        """The state without what is frozen."""
+        """The state without the frozen weights."""
         return self._replace(frozen=None)
 
 

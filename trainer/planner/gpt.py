@@ -18,8 +18,8 @@ def sizes_of_gpt(
 
     Args:
         model: its config.
-        windows: the window of each layer; None for those of the config.
-        fields: those of `ModelSizes` that do not follow from the config.
+        windows: the window of each layer; None for the windows of the config.
+        fields: other fields of `ModelSizes`, which do not follow from the config.
     """
     has_experts = "experts" in model.layer_feed_forwards
     return ModelSizes(

@@ -1,10 +1,11 @@
 """The memory that a training step takes of a device, in closed form.
 
 Exact, to the byte, are the state (weights and optimizer), the batch, the gradients that the step
-sums, and what layers save for the backward pass with a `remat` other than "none". The rest is an
-estimate: what a layer holds while its backward pass runs, or the loss, whichever is more, and the
-weights and gradients that are being gathered and summed. Whole steps compiled for GPUs, of recipes
-and of settings drawn at random, took 0.91 to 1.15 of the sum (`benchmarks/compiled/run.py`).
+sums, and the arrays that layers save for the backward pass with a `remat` other than "none". The
+rest is an estimate: the arrays that a layer holds while its backward pass runs, or the loss,
+whichever is more, and the weights and gradients that are being gathered and summed. Whole steps
+compiled for GPUs, of recipes and of settings drawn at random, took 0.91 to 1.15 of the sum
+(`benchmarks/compiled/run.py`).
 
 This module is arithmetic, also on NumPy arrays: degrees, and all that depends on them, may have an
 element for each setting. `trainer/parallel/step_sizes.py` finds the sizes of a run.

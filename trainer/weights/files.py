@@ -126,7 +126,7 @@ def open_tensors(
     name_of: Callable[[str], str] = str,
     part_of: Callable[[str], str | None] = lambda name: None,
 ) -> Iterator[Tensors]:
-    """Opens the files of a checkpoint, and reads what their headers say.
+    """Opens the files of a checkpoint, and reads their headers.
 
     `part_of` names the other part of the model to which a tensor belongs, or None; tensors of other
     parts are counted and left out.

@@ -76,8 +76,8 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
 
     Args:
         name: the path.
-        allow_unknown: whether a file of another architecture is taken for a decoder with attention
-            and a gated MLP in every layer.
+        allow_unknown: True to take a file of another architecture for a decoder with attention and
+            a gated MLP in every layer.
     """
     path = _file_of(name)
     file, name = read_object(path), str(path)

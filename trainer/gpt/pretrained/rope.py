@@ -48,7 +48,7 @@ class OneBase:
     """Values of the share of the channels that turn; None for any."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """True if a model in its simplest form has such positions."""
+        """True if a model in its simplest form has positions of this form."""
         return None not in model.layer_bases and self.fits_bases(model)
 
     @staticmethod

@@ -121,14 +121,15 @@ class Family:
         )
 
     def importable(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values of a file without those that the import of its tensors makes untrue."""
+        """The values of a file, without the values that become untrue when its tensors are
+        imported."""
         return written
 
     def check(self, written: Mapping[str, Any], name: str) -> None:
         """Raises if values of a file, whose keys are known, are not supported together."""
 
     def check_types(self, written: Mapping[str, Any], name: str) -> None:
-        """Raises if layers are of a type that is not supported, or the family has no such types."""
+        """Raises if layers have an unsupported type, or a type that the family does not have."""
         types = written.get("layer_types")
         if types is not None and (
             not isinstance(types, list) or any(x not in self.layer_types for x in types)

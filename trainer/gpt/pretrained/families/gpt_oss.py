@@ -46,7 +46,7 @@ class BetweenPairs(OneBase):
     truncate: ClassVar[tuple[Any, ...]] = (True, False, None)
 
     def fits(self, model: GPTConfig) -> bool:
-        """True if a model in its simplest form has such positions."""
+        """True if a model in its simplest form has positions of this form."""
         return super().fits(replace(model, rope=replace(model.rope, truncate=True)))
 
 
@@ -55,7 +55,8 @@ class GptOss(Family):
     """gpt-oss, whose files are published in MXFP4."""
 
     def importable(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values of a file without those that the import of its tensors makes untrue."""
+        """The values of a file, without the values that become untrue when its tensors are
+        imported."""
         packing = written.get("quantization_config")
         if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":
             return {key: x for key, x in written.items() if key != "quantization_config"}

@@ -1,4 +1,4 @@
-"""Families with layers of the gated delta rule among those of attention. Imports no jax."""
+"""Families with layers of the gated delta rule beside layers of attention. Imports no jax."""
 
 from __future__ import annotations
 

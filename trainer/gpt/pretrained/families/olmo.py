@@ -79,7 +79,7 @@ class AllOrNone(OneBase):
     """Positions that are the same in all layers, or in none."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """True if a model in its simplest form has such positions."""
+        """True if a model in its simplest form has positions of this form."""
         return len({base is None for base in model.layer_bases}) == 1 and self.fits_bases(model)
 
     def read(

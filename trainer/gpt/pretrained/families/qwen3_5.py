@@ -54,7 +54,7 @@ class ShareTurns(OneBase):
     shares: ClassVar[tuple[Any, ...] | None] = None
 
     def fits(self, model: GPTConfig) -> bool:
-        """True if a model in its simplest form has such positions."""
+        """True if a model in its simplest form has positions of this form."""
         return super().fits(replace(model, rope=replace(model.rope, channels=None)))
 
     def read(

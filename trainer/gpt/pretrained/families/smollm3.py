@@ -20,7 +20,7 @@ class SomeLayers(OneBase):
     """Positions that are the same in all layers that have them."""
 
     def fits(self, model: GPTConfig) -> bool:
-        """True if a model in its simplest form has such positions."""
+        """True if a model in its simplest form has positions of this form."""
         return self.fits_bases(model)
 
     def read(

@@ -101,7 +101,7 @@ def family_of(model: GPTConfig) -> str:
 
 
 def rotary_values(model: GPTConfig) -> dict[str, Any]:
-    """The values of a config.json that say what the rotary positions of a model are."""
+    """The values of a config.json for the rotary positions of a model."""
     return FAMILIES[family_of(model)].rope.values(model)
 
 
