@@ -41,7 +41,7 @@ class ExportOptions:
     model; weights of a run without one, and adapters, are float32. Tensors that the pretrained
     model had in float32 among others of 16 bits, such as the A_log of a Qwen3.5, stay float32."""
     merge: bool = False
-    """True to add the adapters of a run with LoRA to the weights, for a model that needs no PEFT.
+    """Adds the adapters of a run with LoRA to the weights, for a model that needs no PEFT.
     Otherwise they are exported by themselves, in PEFT's format. If the run keeps the weights in
     fewer bits than the files of --init-from, those files are read again."""
 
