@@ -47,7 +47,7 @@ _SMALL = (
 _LARGE = ("gpt_7b", "llama3_8b", "llama3_70b")
 _MODELS = (*(find_run(x).sizes for x in _LARGE), *_SMALL)
 _TOKENS = (2**16, 2**18, 2**20)
-_GPUS = (64, 128, 256)
+_GPUS = (8, 16, 32, 64, 128, 256)
 _GIGABITS = (25, 100, 400)
 NEAR = 1.05
 """A rule is close to the fastest setting if it is at most so many times as slow."""
@@ -75,16 +75,14 @@ class Case:
 
 def rule(case: Case) -> Degrees:
     """The rule of docs/planner.md, "The rule"."""
-    gpus, model, cluster = case.cluster.num_gpus, case.model, case.cluster
-    head = math.gcd(gpus, model.kv_heads)
-    if cluster.ports == cluster.gpus_per_node and cluster.port_rate >= 400e9 / 8:
-        head = max(head, math.gcd(cluster.gpus_per_node, model.heads))
-    rest = gpus // head
-    if rest < 32:
-        return Degrees(head=head, ring=rest)
-    if rest < 128:
-        return Degrees(head=head, team=2, ring=rest // 2)
-    return Degrees.startrail(gpus, c=2, head=head)
+    cluster = case.cluster
+    return Degrees.recommended(
+        cluster.num_gpus,
+        heads=case.model.heads,
+        kv_heads=case.model.kv_heads,
+        devices_per_node=cluster.gpus_per_node,
+        fast_ports=cluster.ports == cluster.gpus_per_node and cluster.port_rate >= 400e9 / 8,
+    )
 
 
 RULES: dict[str, Callable[[Case], Degrees]] = {
@@ -92,7 +90,7 @@ RULES: dict[str, Callable[[Case], Degrees]] = {
     "`head` as many as key heads, `ring` for the rest": lambda case: Degrees.loongtrain(
         case.cluster.num_gpus, head=math.gcd(case.cluster.num_gpus, case.model.kv_heads)
     ),
-    "StarTrail, C = 4": lambda case: Degrees.startrail(case.cluster.num_gpus, c=4),
+    "StarTrail, C = 2": lambda case: Degrees.startrail(case.cluster.num_gpus, c=2),
     "Ring Attention": lambda case: Degrees.ring_attention(case.cluster.num_gpus),
     "all-gather": lambda case: Degrees.all_gather(case.cluster.num_gpus),
 }
@@ -106,9 +104,11 @@ def questions(gpu: str, gpus_per_node: int) -> Iterator[tuple[Cluster, Call]]:
     for model, tokens, gpus, gigabits, ports in itertools.product(
         _MODELS, _TOKENS, _GPUS, _GIGABITS, (1, gpus_per_node)
     ):
+        if gpus <= gpus_per_node and (gigabits, ports) != (_GIGABITS[0], 1):
+            continue  # One node has no port.
         cluster = Cluster(
-            nodes=gpus // gpus_per_node,
-            gpus_per_node=gpus_per_node,
+            nodes=max(gpus // gpus_per_node, 1),
+            gpus_per_node=min(gpus, gpus_per_node),
             gpu=find_gpu(gpu),
             port_rate=gigabits * 1e9 / 8,
             ports=ports,
@@ -129,13 +129,23 @@ def cases(gpu: str, gpus_per_node: int) -> Iterator[Case]:
             yield Case(call.model, call.seq_len, cluster, seconds)
 
 
+def near(found: list[Case], choose: Callable[[Case], Degrees], gpus: int | None = None) -> float:
+    """Share of the cases, all or those of some number of GPUs, in which a rule is close."""
+    slow = [x.slowness(choose) for x in found if gpus in (None, x.cluster.num_gpus)]
+    return sum(x <= NEAR for x in slow) / len(slow)
+
+
 def table(found: list[Case]) -> list[str]:
     """A row for each rule, in Markdown, and sentences."""
-    lines = ["| choice | within 5 % of the fastest | median | worst |", "|---|---|---|---|"]
+    counts = sorted({case.cluster.num_gpus for case in found})
+    heads = ("choice", *(f"{count} GPUs" for count in counts), "all", "median", "worst")
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for name, choose in RULES.items():
         slow = [case.slowness(choose) for case in found]
-        near = sum(x <= NEAR for x in slow) / len(slow)
-        lines.append(f"| {name} | {near:.0%} | {statistics.median(slow):.2f} | {max(slow):.2f} |")
+        shares = [near(found, choose, count) for count in (*counts, None)]
+        cells = [name, *(f"{x:.0%}" for x in shares)]
+        cells += [f"{statistics.median(slow):.2f}", f"{max(slow):.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     gains = [
         min(x for degrees, x in case.seconds.items() if degrees.team == 1) / case.best
         for case in found

@@ -134,6 +134,75 @@ class Degrees:
             tensor=tensor,
         )
 
+    @classmethod
+    def recommended(
+        cls,
+        num_devices: int,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        devices_per_node: int | None = None,
+        fast_ports: bool = False,
+        data: int = 1,
+        tensor: int = 1,
+    ) -> Degrees:
+        """A good setting for any number of devices, by a rule that fits in four lines.
+
+        For the P = num_devices / (data * tensor) devices of one sequence:
+
+        1. `head` is the largest number that divides P and the key heads. On several nodes, P /
+           `head` must be at least the number of devices of a node.
+        2. If each device of several nodes has a fast port, `head` is at least the largest number
+           that divides the devices of a node and the query heads.
+        3. The rest, P / `head`, is `ring`.
+        4. From 32 on, the rest is a `team` of 2 and rings; from 128 on, it is StarTrail with C = 2.
+
+        docs/planner.md compares the rule with the fastest of all settings, for 8 to 256 GPUs.
+
+        Args:
+            num_devices: all devices.
+            heads: query heads.
+            kv_heads: key and value heads; as many as query heads by default.
+            devices_per_node: devices of a node; by default, all are in one node.
+            fast_ports: True if each device has a network port of 400 Gb/s or more.
+            data: number of shards of the batch.
+            tensor: number of tensor-parallel shards of the heads, which share a node.
+
+        Raises:
+            ValueError: if a number is not a positive integer, or `data * tensor` does not divide
+                `num_devices`.
+        """
+        numbers = {
+            **{"num_devices": num_devices, "heads": heads, "data": data, "tensor": tensor},
+            "kv_heads": heads if kv_heads is None else kv_heads,
+            "devices_per_node": num_devices if devices_per_node is None else devices_per_node,
+        }
+        for name, number in numbers.items():
+            if not is_whole(number, 1):
+                raise InputError(f"{name} must be an integer of at least 1; got {number!r}.")
+        if num_devices % (data * tensor):
+            raise InputError(
+                f"data * tensor must divide the number of devices; got data={data}, tensor="
+                f"{tensor}, num_devices={num_devices}. Use divisors of it."
+            )
+        sequence = num_devices // (data * tensor)
+        node = max(numbers["devices_per_node"] // tensor, 1)
+        heads, kv_heads = (max(numbers[name] // tensor, 1) for name in ("heads", "kv_heads"))
+        least = node if sequence > node else 1
+        head = max(
+            degree
+            for degree in range(1, sequence + 1)
+            if math.gcd(sequence, kv_heads) % degree == 0
+            and (degree == 1 or sequence // degree >= least)
+        )
+        if fast_ports and sequence > node:
+            head = max(head, math.gcd(sequence, node, heads))
+        rest, options = sequence // head, {"head": head, "data": data, "tensor": tensor}
+        if rest >= 128 and rest % 4 == 0:
+            return cls.startrail(sequence, c=2, **options)
+        team = 2 if rest >= 32 and rest % 2 == 0 else 1
+        return cls(team=team, ring=rest // team, **options)
+
 
 def check_degrees(degrees: Any) -> None:
     """Raises unless degrees are `Degrees`, and not, say, a number of devices."""

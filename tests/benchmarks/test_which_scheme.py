@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import which_scheme
-from benchmarks.which_scheme import NEAR, OPTIONS, RULES, cases, questions, rule, table
+from benchmarks.which_scheme import OPTIONS, RULES, cases, near, questions, rule, table
 from startrail_jax.devices.degrees import Degrees
 from trainer.planner.planning import plan_of
 
@@ -15,8 +15,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 @pytest.mark.slow
 def test_rule_is_close_to_the_fastest_setting_and_the_page_says_so():
     found = list(cases("h100", 8))
-    assert len(found) == 270
-    assert sum(case.slowness(rule) <= NEAR for case in found) >= 0.95 * len(found)
+    assert len(found) == 444
+    assert near(found, rule) >= 0.95
+    assert max(case.slowness(rule) for case in found) <= 1.15
     page = " ".join(PAGE.read_text().split())
     for line in table(found):
         assert line in page
@@ -25,8 +26,8 @@ def test_rule_is_close_to_the_fastest_setting_and_the_page_says_so():
 @pytest.mark.parametrize("first", range(30))
 @pytest.mark.slow_except_every(30)
 def test_commands_are_those_of_the_winners(first):
-    """In none of the 270 cases does the winner need 85 % of the memory."""
-    asked = list(questions("h100", 8))
+    """In none of the cases of 64 GPUs and more does the winner need 85 % of the memory."""
+    asked = [x for x in questions("h100", 8) if x[0].num_gpus >= 64]
     assert len(asked) == 270
     for cluster, call in asked[first::30]:
         found = plan_of(cluster, call, OPTIONS, top=1)

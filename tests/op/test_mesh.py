@@ -36,6 +36,44 @@ def test_named_schemes_are_degrees(degrees, expected):
     assert sizes(degrees) == expected
 
 
+EIGHT = dict(heads=32, kv_heads=8, devices_per_node=8)
+RECOMMENDED = [
+    (2, dict(heads=4), Degrees(head=2)),
+    (8, dict(heads=32, kv_heads=8), Degrees(head=8)),
+    (8, dict(heads=8, kv_heads=1), Degrees(ring=8)),
+    (6, dict(heads=32, kv_heads=8), Degrees(head=2, ring=3)),
+    # Two nodes: a ring of 8 is left.
+    (16, EIGHT, Degrees(head=2, ring=8)),
+    (16, EIGHT | dict(fast_ports=True), Degrees(head=8, ring=2)),
+    (64, EIGHT, Degrees(head=8, ring=8)),
+    (64, EIGHT | dict(kv_heads=1), Degrees(team=2, ring=32)),
+    (64, EIGHT | dict(kv_heads=1, fast_ports=True), Degrees(head=8, ring=8)),
+    (128, EIGHT | dict(kv_heads=32), Degrees(head=16, ring=8)),
+    (256, EIGHT, Degrees(head=8, team=2, ring=16)),
+    (256, EIGHT | dict(kv_heads=1), Degrees.startrail(256, c=2)),
+    (33, dict(heads=4, kv_heads=1), Degrees(ring=33)),
+    # Those of a sequence share heads that tensor parallelism leaves, in a node of 4.
+    (64, EIGHT | dict(data=2, tensor=2), Degrees(data=2, tensor=2, head=4, ring=4)),
+    (8, dict(heads=4, kv_heads=1, tensor=2, fast_ports=True), Degrees(tensor=2, ring=4)),
+]
+
+
+@pytest.mark.parametrize(("num_devices", "options", "expected"), RECOMMENDED, ids=str)
+def test_recommended_degrees_are_those_of_the_rule(num_devices, options, expected):
+    degrees = Degrees.recommended(num_devices, **options)
+    assert degrees == expected
+    assert degrees.num_devices == num_devices
+
+
+def test_recommended_degrees_use_all_devices():
+    for num_devices in range(1, 300):
+        for kv_heads, per_node, fast in ((1, None, False), (6, 4, True), (8, 8, False)):
+            options = dict(heads=24, kv_heads=kv_heads, devices_per_node=per_node, fast_ports=fast)
+            degrees = Degrees.recommended(num_devices, **options)
+            assert degrees.num_devices == num_devices
+            assert 24 % degrees.head == 0
+
+
 def test_named_schemes_take_data_and_tensor():
     more = dict(data=5, tensor=7)
     for degrees in (
@@ -61,6 +99,8 @@ def test_degree_that_is_no_positive_integer_is_refused(role, value):
     ("make", "named"),
     [
         (lambda: Degrees.startrail(12, c=3), "c=3, sequence degree=12. Use one of [1, 2],"),
+        (lambda: Degrees.recommended(8, heads=4, data=3), "data=3, tensor=1, num_devices=8"),
+        (lambda: Degrees.recommended(8, heads=0), "heads must be an integer of at least 1; got 0"),
         (lambda: Degrees.startrail(8, c=0), "c=0, sequence degree=8. Use one of [1, 2],"),
         # What is left of 16 devices with head 2.
         (lambda: Degrees.startrail(16, c=4, head=2), "c=4, sequence degree=8."),
