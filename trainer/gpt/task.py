@@ -51,16 +51,16 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         chosen = flag("--data.tokenizer") is not None
         # No recipe names a tokenizer: this one is from the config.json of a run.
         inherited = config.data.tokenizer is not None and not chosen
-        config = with_tokenizer(config, given=chosen)
+        config = with_tokenizer(config, by_user=chosen)
         if chosen and flag("--model.vocab-size") is None:
             config = with_vocabulary(config)
         is_new = flag("--data.loss") is not None and config.data.end_of_document is None
         # Without the flag, the pretrained model is from the config.json of a run too.
         of_run = not chosen and (inherited or flag("--init-from") is None)
-        given = flag("--data.begin-of-document") is not None
-        config = with_beginning(config, given=given, inherited=inherited)
-        given = flag("--data.end-of-document") is not None
-        return with_ending(config, given=given, inherited=of_run and not is_new)
+        by_user = flag("--data.begin-of-document") is not None
+        config = with_beginning(config, by_user=by_user, inherited=inherited)
+        by_user = flag("--data.end-of-document") is not None
+        return with_ending(config, by_user=by_user, inherited=of_run and not is_new)
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.objective import NextToken

@@ -71,7 +71,7 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
     return replace(config, model=read_description(folder).model, init_from=folder, data=data)
 
 
-def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainConfig:
+def with_tokenizer(config: GPTTrainConfig, *, by_user: bool = True) -> GPTTrainConfig:
     """A config with the tokenizer of its pretrained model, if text needs one and none is given. If
     the data are tokens already, a tokenizer that an earlier run, and not the user, has chosen is
     left out."""
@@ -81,7 +81,7 @@ def with_tokenizer(config: GPTTrainConfig, *, given: bool = True) -> GPTTrainCon
 
     data, path = config.data, config.init_from / TOKENIZER
     if data.path and holds_tokens(data.path[0], "data.path"):
-        inherited = not given and data.tokenizer == path
+        inherited = not by_user and data.tokenizer == path
         return replace(config, data=replace(data, tokenizer=None)) if inherited else config
     if data.tokenizer is not None:
         return config
@@ -109,12 +109,12 @@ def with_vocabulary(config: GPTTrainConfig) -> GPTTrainConfig:
 
 
 def with_beginning(
-    config: GPTTrainConfig, *, given: bool, inherited: bool = False
+    config: GPTTrainConfig, *, by_user: bool, inherited: bool = False
 ) -> GPTTrainConfig:
     """A config that begins documents as its pretrained model has always seen them, unless the user
-    has set the token (`given`). An inherited tokenizer comes with an inherited token: the two
+    has set the token (`by_user`). An inherited tokenizer comes with an inherited token: the two
     belong together."""
-    if config.init_from is None or given:
+    if config.init_from is None or by_user:
         return config
     tokenizer = config.data.tokenizer
     if tokenizer is not None and (inherited or not tokenizer.is_file()):
@@ -125,12 +125,14 @@ def with_beginning(
     return replace(config, data=replace(config.data, begin_of_document=token))
 
 
-def with_ending(config: GPTTrainConfig, *, given: bool, inherited: bool = False) -> GPTTrainConfig:
+def with_ending(
+    config: GPTTrainConfig, *, by_user: bool, inherited: bool = False
+) -> GPTTrainConfig:
     """A config that ends completions with the token with which its pretrained model ends answers,
     unless the token at the end of documents is given or inherited. Other programs stop the model at
     that token only."""
     folder, tokenizer = config.init_from, config.data.tokenizer
-    if folder is None or given or inherited or not has_examples(config.data):
+    if folder is None or by_user or inherited or not has_examples(config.data):
         return config
     if tokenizer is None:
         # The config.json of a model of bytes may name an id that is beyond them.
