@@ -24,7 +24,7 @@ from trainer.gpt.batches import next_token_batch
 from trainer.gpt.chat.corpus import open_examples
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import open_corpora
-from trainer.gpt.pretrained import defaults
+from trainer.gpt.pretrained import config_json
 from trainer.gpt.pretrained.defaults import ending_of, eos_of, with_model_of
 from trainer.gpt.task import GPTTask
 from trainer.gpt.text import encode_prompt, open_tokenizer
@@ -276,7 +276,7 @@ def test_config_of_a_run_says_how_completions_end(completions, tokenizer):
 
 def test_model_of_another_folder_takes_no_end_of_completions(tmp_path, monkeypatch):
     described = SimpleNamespace(model=gpt_tiny().model)
-    monkeypatch.setattr(defaults, "read_description", lambda folder: described)
+    monkeypatch.setattr(config_json, "read_description", lambda folder: described)
     for loss, folder, expected in (
         ("answers", "other", None),
         ("answers", "same", END),
