@@ -170,7 +170,7 @@ def _plan(run: str | None, flags: list[str], args: argparse.Namespace) -> Plan:
     planned = find_run(run, flags, seq_len=args.seq_len, allow_unknown=args.allow_unknown)
     config = planned.config
     options = Search(
-        degrees=_degrees(config, flags),
+        degrees=_degrees(config),
         zero=tuple(args.zero or (0, 1, 2, 3)),
         remat=tuple(args.remat or REMAT),
         offload=(False, True) if args.offload is None else (args.offload,),
@@ -244,14 +244,9 @@ def _read(words: list[str]) -> TrainConfig:
     return config
 
 
-def _degrees(config: TrainConfig, flags: list[str]) -> dict[str, int]:
-    """The degrees that are given: as in a run, but a flag may ask for 1 of data, head or tensor."""
-    asked = {
-        role: degree
-        for role, degree in config.mesh.degrees.items()
-        if degree is not None and flag_of(flags, f"--mesh.{role}") is not None
-    }
-    return config.mesh.given_to_plan | asked
+def _degrees(config: TrainConfig) -> dict[str, int]:
+    """The degrees that are given."""
+    return {role: degree for role, degree in config.mesh.degrees.items() if degree is not None}
 
 
 def _check_cluster_flags(args: argparse.Namespace) -> None:

@@ -41,22 +41,20 @@ PROG = "sample.py RUN_DIR"
 def sample(arguments: list[str]) -> None:
     """Draws from a run, as a command line says."""
     run_dir, config, command = read_command_line(arguments)
-    # Imported here, as it imports jax: `--help` and a mistyped flag must be fast.
+    # Imported here, as they import jax: `--help` and a mistyped flag must be fast.
+    from trainer.mesh import mesh_of_flags
     from trainer.session import joined
 
-    options = command.settings
-    with joined(
-        command.distributed,
-        options,
-        kind=f"a run of kind {config.kind}",
-        call=config.attention_call,
-        folder=run_dir,
-        adapts=(options.devices, options.mesh) == (config.devices, config.mesh),
-    ) as session:
-        for line in session.description:
+    options, kind = command.settings, f"a run of kind {config.kind}"
+    adapts = (options.devices, options.mesh) == (config.devices, config.mesh)
+    with joined(command.distributed, options, kind=kind, folder=run_dir, adapts=adapts) as session:
+        mesh, lines = mesh_of_flags(
+            options.mesh, session.devices, session.former, config.attention_call, adapts=adapts
+        )
+        for line in (*session.description, *lines):
             session.note(line)
         task = TASKS[config.kind]
-        task.sample(run_dir, config, options, session)
+        task.sample(run_dir, config, options, mesh, session)
         session.note(f"next: {advised('sample.py', run_dir)} {task.example_flags}")
 
 

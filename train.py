@@ -71,10 +71,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     from trainer.checkpoints.checkpoint import Checkpoints
     from trainer.data.batches import Feed
     from trainer.loop import Loop
+    from trainer.mesh import choose_mesh
     from trainer.mirror import Mirror
     from trainer.parallel.checks import make_attention
     from trainer.parallel.step import Program
-    from trainer.planning import Planner
     from trainer.processes import require_same_data
     from trainer.run.folder import open_run
     from trainer.run.interruption import interruption
@@ -88,7 +88,6 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             "model alone, use python -m trainer.pretrained FOLDER."
         )
 
-    # Mesh, of the devices of all processes.
     kind = f"a config of kind {config.kind}"
     tokens_per_step = config.batch_size * config.num_tokens
 
@@ -103,9 +102,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
             options,
             config,
             kind=kind,
-            call=config.attention_call,
             folder=config.run_dir,
-            plan=Planner(config, task),
             prepare=(lambda: mirror(True).fetch()) if fetches else None,
             saves_at_sigterm=True,
         ) as session,
@@ -114,6 +111,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     ):
         for line in session.description:
             report.line(line)
+        # Mesh.
+        mesh, lines = choose_mesh(config, session.devices, session.former, task)
+        for line in lines:
+            report.line(line)
         if config.plan == "show":
             return Losses([], None)
         if options.several:  # Only now do the others hear of what is missing here.
@@ -121,7 +122,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
 
         # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
         objective = task.make_objective(config)
-        attention = make_attention(session.mesh, config, objective)
+        attention = make_attention(mesh, config, objective)
         program = Program(config, attention, objective)
         if config.remat == "auto":
             report.line(f"remat: {program.remat}")

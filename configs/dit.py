@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.config import OptimizerConfig
+from trainer.config import MeshConfig, OptimizerConfig
 from trainer.dit.config import DiffusionConfig, DiTConfig, DiTTrainConfig
 
 
@@ -19,6 +19,7 @@ def dit_digits() -> DiTTrainConfig:
         batch_size=64,
         size=(1, 8, 8),
         ema_decay=0.995,
+        mesh=MeshConfig(default_c=2),
         validation_sequences=256,
         run_dir=Path("runs/dit_digits"),
     )

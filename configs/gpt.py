@@ -6,7 +6,7 @@ from typing import Any
 
 from models.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
 from models.parts.ssd import SSDConfig
-from trainer.config import AttentionConfig, OptimizerConfig
+from trainer.config import AttentionConfig, MeshConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig, GPTTrainConfig, TextSampleConfig
 
 
@@ -23,6 +23,7 @@ def gpt_tiny() -> GPTTrainConfig:
         steps=800,
         batch_size=2,
         seq_len=1024,
+        mesh=MeshConfig(default_c=2),
         sample=TextSampleConfig(length=256),
         run_dir=Path("runs/gpt_tiny"),
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from trainer.config import OptimizerConfig
+from trainer.config import MeshConfig, OptimizerConfig
 from trainer.dit.wan.config import FlowConfig, WanConfig, WanTrainConfig
 
 
@@ -28,6 +28,7 @@ def dit_video() -> WanTrainConfig:
         batch_size=16,
         size=(5, 12, 12),
         ema_decay=0.995,
+        mesh=MeshConfig(default_c=2),
         validation_sequences=256,
         run_dir=Path("runs/dit_video"),
     )

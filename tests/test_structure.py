@@ -43,6 +43,7 @@ LAYERS = (
     {"trainer.checkpoints"},
     {"trainer.weights"},
     {"trainer.planning", "trainer.mirror"},
+    {"trainer.mesh"},
     {"trainer.command_line", "trainer.loop", "trainer.session"},
     {"trainer.gpt", "trainer.dit"},
     {"trainer.tasks"},

@@ -20,8 +20,8 @@ SHARDED_AXES = ("data", "ring", "group", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
 ROLES = (*SHARDED_AXES, "tensor")
 """All mesh axes, slowest first."""
-OPEN = ("group", "ring", "team")
-"""The degrees that may be left open."""
+SEQUENCE_ROLES = ("ring", "group", "team", "head")
+"""The mesh axes over which the devices of a sequence lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,25 +97,31 @@ class Distributed:
 class MeshConfig:
     """Degrees of parallelism, whose product must be the number of devices, and their order."""
 
-    data: int = 1
-    """Number of shards of the batch."""
+    data: int | None = None
+    """Number of shards of the batch. The default is the largest with which a step fits the memory
+    of GPUs, and 1 where that is unknown."""
     c: int | None = None
     """C in the paper: number of devices in a team, and in a group. Sets both `team` and `group`."""
     team: int | None = None
-    """Number of devices in a team, which share their queries. Degrees of team, group and ring that
-    are left out are chosen so that few bytes are sent, through the ports of several nodes or
-    between the devices of one node. If all three are left out, training inside one node of known
-    GPUs takes the mesh that is predicted to be the fastest (docs/planner.md); it may split the
-    batch, heads and MLP."""
+    """Number of devices in a team, which share their queries. If team, group, ring and head are
+    left out, they follow the rule of docs/planner.md; if some are given, those left out are 1, but
+    for the ring."""
     group: int | None = None
     """Number of devices in a group, which gather the same keys and values."""
     ring: int | None = None
     """Number of devices in a ring, round which keys and values travel. The default uses all devices
     that the other degrees leave over."""
-    head: int = 1
+    head: int | None = None
     """Ulysses degree: number of devices that exchange tokens for heads."""
-    tensor: int = 1
-    """Number of shards of the heads and of the MLP channels (tensor parallelism)."""
+    tensor: int | None = None
+    """Number of shards of the heads and of the MLP channels (tensor parallelism). The default is 1,
+    or the one of a plan."""
+    default_c: int | None = None
+    """C in the paper for runs whose flags set none of team, group, ring and head, if the square of
+    C divides the devices of a sequence. Otherwise they follow the rule."""
+    fast_ports: bool = False
+    """Whether each device of several nodes has a network port of 400 Gb/s or more, for the rule of
+    docs/planner.md."""
     order: (
         tuple[
             Literal[
@@ -150,7 +156,7 @@ class MeshConfig:
                 "them; a flag with the value None, such as --mesh.c None, unsets what a "
                 "config.json gives."
             )
-        others = {"c": self.c, "devices_per_node": self.devices_per_node}
+        others = {name: getattr(self, name) for name in ("c", "default_c", "devices_per_node")}
         for name, degree in {**others, **self.degrees}.items():
             check_minimum(f"mesh.{name}", degree, 1)
         is_named = self.order is not None and len(self.order) == 1 and self.order[0] not in ROLES
@@ -167,13 +173,22 @@ class MeshConfig:
         return {name: value for name, value in vars(self).items() if name in ROLES} | both
 
     @property
-    def given_to_plan(self) -> dict[str, int]:
-        """The degrees that a plan must keep: of those that flags cannot leave open, all above 1."""
-        return {
-            name: degree
-            for name, degree in self.degrees.items()
-            if degree is not None and (degree > 1 or name in OPEN)
-        }
+    def follows_rule(self) -> bool:
+        """Whether the rule decides how devices share a sequence: no flag says it in part."""
+        return all(self.degrees[role] is None for role in SEQUENCE_ROLES)
+
+    @property
+    def leaves_data_open(self) -> bool:
+        """Whether the shards of the batch are chosen too."""
+        return self.data is None and self.default_c is None and self.follows_rule
+
+    @staticmethod
+    def of_older_file(values: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a config.json in which degrees of 1 were those that no flag had set."""
+        if "fast_ports" in values:
+            return values
+        opened = ("data", "head", "tensor")
+        return {name: None if name in opened and x == 1 else x for name, x in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,8 +556,8 @@ class TrainConfig:
     """What to do with a prediction of the fastest mesh (docs/planner.md): "use" trains with it, and
     "show" prints the ranking and ends. Links and kernels of the devices are measured first. If
     batches are whole documents, the data are opened for their lengths. Degrees that flags set stay
-    as they are; those of data, head and tensor count as set if they are above 1. A resumed run
-    keeps its mesh. With "off", nothing is measured; --mesh.team describes the default mesh."""
+    as they are. A resumed run keeps its mesh. With "off", nothing is measured; --mesh.team
+    describes the default mesh."""
 
     steps: int
     """Number of optimizer steps."""
@@ -611,11 +626,12 @@ class TrainConfig:
                 "frozen names weights that are not trained, and with adapters none is; got frozen="
                 f"{' '.join(self.frozen)} and lora.rank. Leave one of them out."
             )
-        parts = self.mesh.data * self.gradient_accumulation
+        data = self.mesh.data or 1
+        parts = data * self.gradient_accumulation
         if self.batch_size % parts:
             raise InputError(
                 "batch_size must be divisible by mesh.data * gradient_accumulation; got "
-                f"batch_size={self.batch_size}, mesh.data={self.mesh.data}, "
+                f"batch_size={self.batch_size}, mesh.data={data}, "
                 f"gradient_accumulation={self.gradient_accumulation}. Use batch_size="
                 f"{-(-self.batch_size // parts) * parts}."
             )

@@ -279,12 +279,9 @@ class Loop:
             lasting = replace(self.config, allow_changes=False, profile=None)
             # First: a folder with a config.json alone is that of a run which did not note it.
             attention, run_dir = self._program.attention, self.config.run_dir
-            # Whether this program planned the mesh or goes on with one that was planned. Only a
-            # planner takes other degrees than those of the settings, such as of heads.
+            # Whether this program planned the mesh or goes on with one that was planned.
             degrees, former = vars(attention.degrees), read_mesh(run_dir)
             planned = self.config.plan == "use" or (former is not None and former.order is not None)
-            settings = self.config.mesh.degrees.items()
-            planned |= any(size not in (None, degrees[role]) for role, size in settings)
             order = slowest_first(attention.mesh) if planned else None
             with writing(run_dir):
                 save_degrees(run_dir, degrees, order)

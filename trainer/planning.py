@@ -15,18 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import startrail_jax as st
-from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError, UserError
 from startrail_jax.tokens.layout import Layout
-from trainer.config import OPEN, TrainConfig
+from trainer.config import TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.degrees import choose_degrees, given_order
+from trainer.parallel.degrees import given_degrees, given_order
 from trainer.parallel.splits import check_parts
 from trainer.parallel.step_sizes import chosen_step, step_limit
 from trainer.planner.documents import DocumentForecast, forecasts, sample, visible_shares
 from trainer.planner.grid import ORDERS, Call, Settings, all_settings
 from trainer.planner.hardware import Cluster
-from trainer.planner.here import SHARE, data_sheet_cluster, jax_share, measure_cluster
+from trainer.planner.here import SHARE, jax_share, measure_cluster
 from trainer.planner.quantities import GIB, show_rate, show_seconds
 from trainer.planner.search import REMAT, Candidates, Prediction, Search, no_setting
 from trainer.processes import gather
@@ -97,47 +96,6 @@ class Planner:
             description=tuple(lines),
         )
 
-    def default(self, devices: Sequence[Any]) -> PlannedMesh | None:
-        """The mesh of a run that asks for no plan; nothing is measured.
-
-        Inside one node of known GPUs, it is the fastest by their data sheet, since kernels and
-        memory decide there, and that of the fewest bytes if none is predicted to fit. It is None
-        where nothing is predicted: without a `data_sheet_cluster`, and for one device, whole
-        documents, another optimizer than AdamW, or a given degree of team, group or ring.
-        """
-        config, mesh = self.config, self.config.mesh
-        if config.whole_documents or config.optimizer.kind != "adamw" or len(devices) == 1:
-            return None
-        cluster = data_sheet_cluster(devices, devices_per_node=mesh.devices_per_node)
-        if cluster is None or any(mesh.degrees[role] is not None for role in OPEN):
-            return None
-        # In one node, no prediction depends on the order of the axes.
-        free = dataclasses.replace(config, mesh=dataclasses.replace(mesh, order=None))
-        limit = step_limit(devices, cluster.gpu.memory_bytes)
-        try:
-            found = dataclasses.replace(self, config=free).forecasts(cluster, 2, limit)
-        except InputError:
-            best = choose_degrees(mesh, len(devices), config.attention_call)
-            line = (
-                "the one of the fewest bytes, since the planner finds none that suits the run and "
-                f"fits the {limit / GIB:.3g} GiB that jax has on a device"
-            )
-        else:
-            best = found[0].degrees
-            parts = config.gradient_accumulation
-            described = [
-                f"{x.label} ({x.scheme}), predicted {show_seconds(parts * x.seconds)}"
-                for x in found
-            ]
-            line = "; the runner-up: ".join(described)
-            line = f"the fastest by the data sheet of {cluster.gpu.name}: {line} a step"
-        return PlannedMesh(
-            # All processes take the choice of the first.
-            degrees=st.Degrees(**gather(vars(best))[0]),
-            order=given_order(mesh) or ROLES,
-            description=(f"default mesh: {line}",),
-        )
-
     def forecasts(self, cluster: Cluster, count: int, limit: int | None = None) -> list[Prediction]:
         """The meshes with the fastest predictions that the run can have, the fastest first.
 
@@ -182,7 +140,7 @@ class Planner:
         batch = config.batch_size // config.gradient_accumulation
         objective = self.task.make_objective(config)
         call = Call(model=objective.sizes, seq_len=config.num_tokens, batch=batch, **of_call)
-        given = config.mesh.given_to_plan
+        given = given_degrees(config.mesh)
         options = Search(
             degrees=given,
             zero=(config.zero,),

@@ -46,6 +46,7 @@ def read_command_line(arguments: list[str]) -> Command[TrainConfig]:
 def import_pretrained(config: TrainConfig, distributed: Distributed | None = None) -> None:
     """Imports the pretrained model of a config, which has no steps; mesh and devices may be any.
     The `distributed` processes share the work; only this process by default."""
+    from trainer.mesh import mesh_of_flags
     from trainer.run.metrics import Reporter
     from trainer.session import joined
 
@@ -54,17 +55,20 @@ def import_pretrained(config: TrainConfig, distributed: Distributed | None = Non
             f"An import must have no steps; got steps={config.steps}. Leave --steps out: train.py "
             "--init-from trains a pretrained model."
         )
-    options: Any = dict(kind="an import", call=config.attention_call, folder=config.run_dir)
+    processes = distributed or Distributed()
     with (
-        joined(distributed or Distributed(), config, **options) as session,
+        joined(processes, config, kind="an import", folder=config.run_dir) as session,
         Reporter(steps=0, tokens_per_step=0) as report,
     ):
-        for line in session.description:
+        mesh, lines = mesh_of_flags(
+            config.mesh, session.devices, session.former, config.attention_call
+        )
+        for line in (*session.description, *lines):
             report.line(line)
-        _import_weights(config, session, report)
+        _import_weights(config, mesh, session, report)
 
 
-def _import_weights(config: TrainConfig, session: Any, report: Any) -> None:
+def _import_weights(config: TrainConfig, mesh: Any, session: Any, report: Any) -> None:
     """Makes a run folder whose checkpoint, of step 0, holds the weights of a pretrained model. They
     are split over all devices, whatever `config.zero` says, without an optimizer: the checkpoint
     does not depend on that."""
@@ -83,8 +87,8 @@ def _import_weights(config: TrainConfig, session: Any, report: Any) -> None:
 
     task = TASKS[config.kind]
     objective = task.make_objective(config)
-    attention = make_attention(session.mesh, config, objective)
-    partition = Partition(session.mesh, objective.weights, 3, SHARDED_AXES, jnp.float32)
+    attention = make_attention(mesh, config, objective)
+    partition = Partition(mesh, objective.weights, 3, SHARDED_AXES, jnp.float32)
     model = ShardedModel(
         lambda attention_fn, hooks: objective.make_model(
             attention_fn, hooks, nnx.Rngs(config.seed)

@@ -154,14 +154,17 @@ class Task(ABC, Generic[Config, Options]):
         return nullcontext()
 
     @abstractmethod
-    def sample(self, run_dir: Path, config: Config, options: Options, session: Any) -> None:
+    def sample(
+        self, run_dir: Path, config: Config, options: Options, mesh: Any, session: Any
+    ) -> None:
         """Draws samples from the newest checkpoint of a run, and prints or saves them.
 
         Args:
             run_dir: folder of the run.
             config: config of the run.
             options: what to draw.
-            session: `trainer.session.Session`, the mesh to draw on.
+            mesh: the mesh to draw on.
+            session: `trainer.session.Session`, which prints in one process.
 
         Raises:
             ValueError: if the options do not fit the run or the devices.

@@ -8,8 +8,7 @@
     python benchmarks/compiled/run.py gpt_7b --zero 1 --arithmetic  # the same, nothing is compiled
     python benchmarks/compiled/run.py attention --mesh.ring 16 --inner 4   # forward and backward
 
-Degrees of team, group and ring that flags leave open are those of the fewest bytes inside one node
-(`choose_degrees`); train.py itself predicts seconds on GPUs that it knows. The command prints
+Degrees that flags leave open are those of train.py on one node of such GPUs. The command prints
 
 * the memory of one device in GiB: `state` are weights, optimizer and batch, `rest` is everything
   else that the step needs at a time, `host` waits in the host's memory, and `peak` is needed in
@@ -51,8 +50,8 @@ from benchmarks.compiled.roofline import BACKWARD, Collective, Roofline, read_ro
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from train import read_command_line
 from trainer.config import TrainConfig
+from trainer.mesh import new_degrees
 from trainer.parallel.checks import make_attention
-from trainer.parallel.degrees import choose_degrees
 from trainer.parallel.step import Program
 from trainer.parallel.step_sizes import chosen_step
 from trainer.planner.hardware import GPUS
@@ -92,9 +91,10 @@ def run_step(args: argparse.Namespace, config: TrainConfig) -> None:
     """Compiles and reads the step of a run."""
     target, num_devices = HARDWARE.get(args.program, ("h100", 8))
     target, num_devices = args.target or target, config.devices or num_devices
-    degrees = choose_degrees(config.mesh, num_devices, config.attention_call)
-    objective = TASKS[config.kind].make_objective(config)
+    task = TASKS[config.kind]
+    objective = task.make_objective(config)
     limit = int(jax_share() * GPUS[GPU_OF_TARGET.get(target, target)].memory_bytes)
+    degrees = new_degrees(config, task, num_devices, limit=limit)
     # Raises what train.py would raise on such a mesh.
     remat, formula = chosen_step(config, objective, degrees, limit)
     config = replace(config, remat=remat)

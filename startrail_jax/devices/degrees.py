@@ -153,7 +153,7 @@ class Degrees:
         1. `head` is the largest number that divides P and the key heads. On several nodes, P /
            `head` must be at least the number of devices of a node.
         2. If each device of several nodes has a fast port, `head` is at least the largest number
-           that divides the devices of a node and the query heads.
+           that divides the devices of a node and the query heads, and fits the key heads.
         3. The rest, P / `head`, is `ring`.
         4. From 32 on, the rest is a `team` of 2 and rings; from 128 on, it is StarTrail with C = 2.
 
@@ -187,16 +187,14 @@ class Degrees:
             )
         sequence = num_devices // (data * tensor)
         node = max(numbers["devices_per_node"] // tensor, 1)
-        heads, kv_heads = (max(numbers[name] // tensor, 1) for name in ("heads", "kv_heads"))
+        queries, keys = max(heads // tensor, 1), max(numbers["kv_heads"] // tensor, 1)
+        divisors = [degree for degree in range(1, sequence + 1) if sequence % degree == 0]
         least = node if sequence > node else 1
-        head = max(
-            degree
-            for degree in range(1, sequence + 1)
-            if math.gcd(sequence, kv_heads) % degree == 0
-            and (degree == 1 or sequence // degree >= least)
-        )
-        if fast_ports and sequence > node:
-            head = max(head, math.gcd(sequence, node, heads))
+        heads_of_keys = [x for x in divisors if keys % x == 0 and sequence // x >= least]
+        # Several devices may have copies of a key head.
+        common = math.gcd(node, queries)
+        in_node = [x for x in divisors if common % x == 0 and (x % keys == 0 or keys % x == 0)]
+        head = max([1, *heads_of_keys, *(in_node if fast_ports and sequence > node else ())])
         rest, options = sequence // head, {"head": head, "data": data, "tensor": tensor}
         if rest >= 128 and rest % 4 == 0:
             return cls.startrail(sequence, c=2, **options)

@@ -34,7 +34,7 @@ class LettersTask(Task[LettersConfig, LettersOptions]):
             train=rows, held_out=rows[:3], collate=collate, description="letters", loss_unit="nats"
         )
 
-    def sample(self, run_dir, config, options, session):
+    def sample(self, run_dir, config, options, mesh, session):
         from letters.objective import LetterBatch
         from trainer.checkpoints.reading import restore_weights
         from trainer.parallel.checks import make_attention
@@ -42,7 +42,7 @@ class LettersTask(Task[LettersConfig, LettersOptions]):
 
         config = replace(config, batch_size=1)
         objective = self.make_objective(config)
-        program = Program(config, make_attention(session.mesh, config, objective), objective)
+        program = Program(config, make_attention(mesh, config, objective), objective)
         weights, _ = restore_weights(run_dir / "checkpoints", program.state_shapes.weights)
         row = [config.alphabet.index(x) for x in (options.text * config.length)[: config.length]]
         letters = program.attention.layout.permute(np.array([row], np.int32))

@@ -1,6 +1,6 @@
 """How the degrees that the flags of a run leave open are filled in."""
 
-import dataclasses
+import json
 
 import pytest
 
@@ -13,11 +13,16 @@ from startrail_jax.devices.degrees import ROLES
 from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError
 from startrail_jax.traffic.settings import all_degrees
-from trainer.config import AttentionConfig, MeshConfig
+from trainer.config import MeshConfig
 from trainer.gpt.objective import NextToken
-from trainer.parallel.degrees import choose_degrees, choose_order, describe_nodes, keep_degrees
+from trainer.mesh import new_degrees
+from trainer.parallel.degrees import choose_order, default_degrees, describe_nodes, keep_degrees
 from trainer.parallel.step_sizes import footprint
+from trainer.planner.hardware import GPUS
+from trainer.planner.here import jax_share
 from trainer.run.folder import read_mesh, save_degrees
+from trainer.run.settings import load_config
+from trainer.tasks import TASKS
 
 pytestmark = pytest.mark.quick
 
@@ -27,33 +32,43 @@ GPT = gpt_7b().attention_call
 GQA = llama3_8b().attention_call
 
 
-def degrees_of(num_devices, *, call=TINY, nodes=None, **mesh):
-    degrees = choose_degrees(MeshConfig(**mesh), num_devices, call, nodes=nodes)
+def degrees_of(num_devices, *, call=TINY, devices_per_node=None, data=1, **mesh):
+    degrees = default_degrees(
+        MeshConfig(**mesh), num_devices, call, devices_per_node=devices_per_node, data=data
+    )
     return {name: degree for name, degree in vars(degrees).items() if degree > 1}
 
 
+# 4 query heads and 2 key heads.
 @pytest.mark.parametrize(
     ("num_devices", "given", "expected"),
     [
-        (8, {}, {"team": 2, "group": 2, "ring": 2}),
         (1, {}, {}),
-        (4, {}, {"group": 2, "ring": 2}),
-        (6, {}, {"team": 2, "ring": 3}),
+        (8, {}, {"head": 2, "ring": 4}),
         (7, {}, {"ring": 7}),
-        (64, {}, {"team": 4, "group": 8, "ring": 2}),
-        (8, {"data": 4}, {"data": 4, "ring": 2}),
-        (16, {"head": 2}, {"head": 2, "team": 2, "group": 2, "ring": 2}),
-        (16, {"tensor": 2}, {"tensor": 2, "team": 2, "group": 2, "ring": 2}),
-        (8, {"group": 1}, {"team": 2, "ring": 4}),
+        (16, dict(devices_per_node=8), {"head": 2, "ring": 8}),
+        (16, dict(devices_per_node=8, fast_ports=True), {"head": 4, "ring": 4}),
+        (8, {"data": 4}, {"data": 4, "head": 2}),
+        (8, {"tensor": 2}, {"tensor": 2, "ring": 4}),
+        (128, {}, {"head": 2, "team": 2, "ring": 32}),
+        (8, {"default_c": 2}, {"team": 2, "group": 2, "ring": 2}),
+        (8, {"default_c": 2, "tensor": 2}, {"tensor": 2, "team": 2, "group": 2}),
+        (2, {"default_c": 2}, {"head": 2}),
+        (8, {"default_c": 2, "head": 1}, {"ring": 8}),
+        # What is given in part is filled up with a ring.
+        (16, {"head": 2}, {"head": 2, "ring": 8}),
+        (8, {"group": 1}, {"ring": 8}),
         (8, {"group": 8}, {"group": 8}),
-        (8, {"ring": 8}, {"ring": 8}),
-        (8, {"team": 4, "group": 1}, {"team": 4, "ring": 2}),
         (8, {"team": 4}, {"team": 4, "ring": 2}),
+        (8, {"team": 4, "group": 1, "data": 2}, {"data": 2, "team": 4}),
+        (8, {"ring": 8}, {"ring": 8}),
+        (8, {"ring": 2}, {"ring": 2, "team": 4}),
+        (8, {"ring": 2, "team": 2}, {"ring": 2, "team": 2, "group": 2}),
         (64, {"c": 4}, {"team": 4, "group": 4, "ring": 4}),
         (8, {"c": 1}, {"ring": 8}),
     ],
 )
-def test_choose_degrees_fills_what_is_left_open(num_devices, given, expected):
+def test_default_degrees_fill_what_is_left_open(num_devices, given, expected):
     assert degrees_of(num_devices, **given) == expected
 
 
@@ -66,91 +81,22 @@ def test_choose_degrees_fills_what_is_left_open(num_devices, given, expected):
         (8, {"ring": 3}, "ring=3"),
         (6, {"team": 4}, "team=4"),
         (8, {"team": 3, "group": 1}, "team=3"),
+        (8, {"team": 1, "group": 1, "ring": 1}, "must be the number of devices"),
         (8, {"team": 1, "group": 1, "ring": 1, "data": 16}, "--devices"),
     ],
 )
-def test_choose_degrees_that_miss_the_devices_raise(num_devices, given, named):
+def test_degrees_that_miss_the_devices_raise(num_devices, given, named):
     with refused(InputError, named):
-        choose_degrees(MeshConfig(**given), num_devices, TINY)
+        default_degrees(MeshConfig(**given), num_devices, TINY)
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("devices_per_node", [1, 2, 4, 8])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kv_heads", [16, 4])
-def test_default_degrees_on_several_nodes_send_the_fewest_bytes_through_a_port(
-    kv_heads, causal, devices_per_node
-):
-    call = dict(heads=16, kv_heads=kv_heads, head_dim=64, dtype="bfloat16", causal=causal)
-
-    def port_bytes(degrees):
-        sizes = {"batch": 1, "seq_len": 64 * 16, **call}
-        report = st.communication(degrees, **sizes, devices_per_node=devices_per_node)
-        return report.total.nodes.port_bytes
-
-    nodes = nodes_of(range(16), devices_per_node)
-    chosen = choose_degrees(MeshConfig(), 16, call, nodes=nodes)
-    settings = all_degrees(16, roles=("group", "ring", "team"))
-    assert port_bytes(chosen) == min(map(port_bytes, settings))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_default_degrees_depend_on_nodes_heads_and_order():
-    def on(devices_per_node, **given):
-        nodes = nodes_of(range(16), devices_per_node)
-        return degrees_of(16, call=given.pop("call", GPT), nodes=nodes, **given)
-
-    assert on(16) == {"group": 2, "ring": 2, "team": 4}
-    assert on(1) == {"ring": 4, "team": 4}
-    assert on(1, call=GQA) == {"ring": 8, "team": 2}
-    assert on(8) == {"group": 4, "ring": 2, "team": 2}
-    assert on(4) == {"group": 2, "ring": 4, "team": 2}
-    assert on(8, order=("collectives_inside",)) != on(8)
-    assert on(4, c=4) == {"group": 4, "team": 4}
-    assert on(4, team=4) == {"group": 2, "ring": 2, "team": 4}
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_default_degrees_count_what_gloo_sends_on_cpus():
-    """Its reduce_scatter moves 4 / 3 of the bytes over a group of 4."""
-    nodes = nodes_of(range(16), 4)
-    assert degrees_of(16, call=GQA, nodes=nodes) == {"group": 4, "ring": 2, "team": 2}
-    degrees = choose_degrees(MeshConfig(), 16, GQA, nodes=nodes, platform="cpu")
-    assert (degrees.ring, degrees.team) == (4, 4)
-
-
-WINDOWS = {"local": (512,), "mixed": (512, 512, 512, "none"), "beyond": (131_072, "none")}
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("windows", "devices_per_node", "expected"),
-    [
-        (None, 64, {"group": 4, "ring": 2, "team": 8}),
-        ("beyond", 64, {"group": 4, "ring": 2, "team": 8}),
-        # Layers with a window send the same under all degrees, so that the others decide.
-        ("mixed", 64, {"group": 4, "ring": 2, "team": 8}),
-        (None, 8, {"group": 2, "ring": 8, "team": 4}),
-        ("mixed in rings", 64, {"ring": 16, "team": 4}),
-        ("local in rings", 64, {"ring": 64}),
-        ("mixed in rings", 8, {"ring": 64}),
-    ],
-)
-def test_default_degrees_count_what_the_layers_of_a_pattern_send(
-    windows, devices_per_node, expected
-):
-    """In rings, windows leave rounds out: rings get cheap, and what a team gathers does not."""
-    base = gpt_7b()
-    pattern, _, exchange = (windows or "").partition(" in ")
-    model = dataclasses.replace(base.model, windows=WINDOWS.get(pattern, ("none",)))
-    attention = AttentionConfig(exchange=exchange or "auto")
-    # No multiple of twice the devices: rows are padded.
-    config = dataclasses.replace(base, seq_len=131_000, model=model, attention=attention)
-    nodes = nodes_of(range(64), devices_per_node)
-    chosen = choose_degrees(MeshConfig(), 64, config.attention_call, nodes=nodes)
-    assert {name: degree for name, degree in vars(chosen).items() if degree > 1} == expected
-    if devices_per_node == 64:
-        assert choose_order(MeshConfig(), chosen, nodes, config.attention_call) == ROLES
+def test_degrees_of_one_in_older_settings_are_open(tmp_path):
+    for values, expected in (
+        (dict(data=1, head=1, tensor=2, team=1), MeshConfig(tensor=2, team=1)),
+        (dict(data=1, fast_ports=False), MeshConfig(data=1)),
+    ):
+        (tmp_path / "mesh.json").write_text(json.dumps(values))
+        assert load_config(MeshConfig, tmp_path / "mesh.json") == expected
 
 
 def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
@@ -159,12 +105,10 @@ def test_former_degrees_of_a_run_are_kept_unless_flags_say_otherwise(tmp_path):
 
     former = st.Degrees(ring=4, team=4)
     save_degrees(tmp_path, vars(former))
-    assert keep_degrees(MeshConfig(), 16, read_mesh(tmp_path).degrees) == former
+    assert keep_degrees(MeshConfig(), 16, read_mesh(tmp_path)) == former
     for num_devices, given in ((8, {}), (16, {"c": 4}), (16, {"ring": 8}), (16, {"data": 2})):
-        assert keep_degrees(MeshConfig(**given), num_devices, vars(former)) is None
-    assert keep_degrees(MeshConfig(team=4), 16, vars(former)) == former
-    assert keep_degrees(MeshConfig(team=4), 16, vars(former), planned=True) == former
-    assert keep_degrees(MeshConfig(team=2), 16, vars(former), planned=True) is None
+        assert keep_degrees(MeshConfig(**given), num_devices, read_mesh(tmp_path)) is None
+    assert keep_degrees(MeshConfig(team=4, data=1), 16, read_mesh(tmp_path)) == former
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"degrees": {"ring": 0}}', '{"degrees": [2]}'])
@@ -186,16 +130,16 @@ def test_log_says_which_axes_cross_nodes():
     assert order == ROLES
 
 
-def test_benchmark_takes_the_mesh_of_fewest_bytes_and_refuses_what_train_refuses(capsys):
+def test_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys):
     def arithmetic(*flags):
         benchmark.main(["llama3_8b", "--arithmetic", *flags])
         title, _, row = capsys.readouterr().out.splitlines()
         return title, row
 
     title, row = arithmetic("--devices", "16")
-    named = ", ".join(
-        f"{role} {n}" for role, n in degrees_of(16, call=GQA, **llama3_8b().mesh.degrees).items()
-    )
+    config, limit = llama3_8b(), int(jax_share() * GPUS["h200"].memory_bytes)
+    degrees = new_degrees(config, TASKS["gpt"], 16, limit=limit)
+    named = ", ".join(f"{role} {n}" for role, n in vars(degrees).items() if n > 1)
     assert f" 16 x h200: {named}; remat " in title
     *_, peak, formula = row.split()
     assert peak == formula

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from configs.gpt import gpt_tiny
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import session as sessions
@@ -58,5 +57,5 @@ def test_gpus_that_jax_does_not_use_are_noted(tmp_path, monkeypatch):
 def test_programs_say_which_gpus_they_do_not_use_first(monkeypatch):
     monkeypatch.setattr(sessions, "unused_gpus", lambda platform, wanted: f"NOTE {platform}")
     options = SampleOptions(devices=2, mesh=MeshConfig())
-    with joined(Distributed(), options, kind="a test", call=gpt_tiny().attention_call) as session:
+    with joined(Distributed(), options, kind="a test") as session:
         assert session.description[0] == "NOTE cpu"

@@ -206,7 +206,7 @@ def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jax.devices", lambda: few)
         found = run(capsys, tmp_path, "--prompt", "12345678")
-    assert "the devices and degrees of the run do not fit 2 devices: others are used" in found.err
+    assert "the run had 3 devices: all of these are used instead" in found.err
     assert "at most the number of devices; got devices=65" in message_of(
         tmp_path, "--prompt", "a", "--devices", "65"
     )

@@ -35,7 +35,7 @@ from trainer.gpt.pretrained.plan_model import (
     WITHOUT_GATE,
     find_model,
 )
-from trainer.parallel.degrees import choose_degrees
+from trainer.parallel.degrees import default_degrees
 from trainer.parallel.flops import PEAK_FLOPS
 from trainer.parallel.step_sizes import footprint
 from trainer.planner.gpt import sizes_of_gpt
@@ -98,7 +98,7 @@ def test_flags_of_whole_documents_give_their_mesh(tmp_path):
     found = plan(**cluster, **asked, lengths=str(tmp_path / "lengths.txt")).documents
     flags = re.search(r"--data\.batches [^)]*", found.comparison)[0]
     config = trained(f"python train.py {flags}")
-    degrees = choose_degrees(config.mesh, 16, config.attention_call)
+    degrees = default_degrees(config.mesh, 16, config.attention_call)
     assert degrees == found.mesh.degrees
 
 

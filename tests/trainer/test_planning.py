@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import startrail_jax as st
-from configs.gpt import gpt_tiny, llama3_8b
+from configs.gpt import gpt_tiny
 from programs import make_config, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
@@ -19,10 +19,9 @@ from train import read_command_line, train
 from trainer import planning
 from trainer.config import AttentionConfig, Distributed, LoraConfig, MeshConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig, TextSampleConfig
-from trainer.parallel.degrees import choose_degrees
+from trainer.mesh import choose_mesh
 from trainer.parallel.step_sizes import SURE, chosen_step, footprint, step_limit
 from trainer.planner.hardware import GPUS, Cluster
-from trainer.planner.quantities import show_seconds
 from trainer.planner.search import REMAT
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
@@ -216,60 +215,6 @@ def test_a_step_may_take_what_jax_has_in_every_process(monkeypatch):
     assert limit_of(gpu()) >> 20 == mebibytes // 2
 
 
-def h100s(count=8, **stats):
-    kind = dict(device_kind="NVIDIA H100 80GB HBM3")
-    return [SimpleNamespace(**vars(gpu(**stats)), **kind) for _ in range(count)]
-
-
-@pytest.mark.parametrize("given", [{}, dict(head=2), dict(data=2, order=("rings_inside",))])
-def test_default_mesh_in_a_node_of_known_gpus_is_the_predicted_one(given):
-    asked = planner(plan="off", mesh=MeshConfig(**given), gradient_accumulation=2)
-    mesh = asked.default(h100s(bytes_limit=60 << 30))
-    free = planner(plan="off", mesh=MeshConfig(**given | dict(order=None)), gradient_accumulation=2)
-    best, second = free.forecasts(ONE_NODE, 2)
-    assert mesh.degrees == best.degrees
-    assert all(getattr(best.degrees, role) == given[role] for role in set(given) - {"order"})
-    (line,) = mesh.description
-    assert line == (
-        f"default mesh: the fastest by the data sheet of h100: {best.label} ({best.scheme}), "
-        f"predicted {show_seconds(2 * best.seconds)}; the runner-up: {second.label} "
-        f"({second.scheme}), predicted {show_seconds(2 * second.seconds)} a step"
-    )
-
-
-def test_default_mesh_of_a_recipe_is_that_of_the_fewest_seconds_and_not_bytes():
-    """Inside a node, kernels decide: compiled programs have Ulysses as the fastest too."""
-    config = dataclasses.replace(llama3_8b(), seq_len=131_072)
-    mesh = Planner(config, TASKS[config.kind]).default(h100s(bytes_limit=60 << 30))
-    assert mesh.degrees == st.Degrees(head=8)
-    assert choose_degrees(config.mesh, 8, config.attention_call) == st.Degrees(group=4, ring=2)
-
-
-def test_no_mesh_is_predicted_without_a_data_sheet_or_where_flags_choose(tmp_path):
-    def chosen(devices=None, **changes):
-        return planner(plan="off", **changes).default(h100s() if devices is None else devices)
-
-    assert chosen() is not None
-    assert chosen(jax.devices()[:8]) is None
-    assert chosen(h100s(1)) is None
-    for role in ("team", "group", "ring"):
-        assert chosen(mesh=MeshConfig(**{role: 1})) is None
-    assert chosen(mesh=MeshConfig(devices_per_node=4)) is None
-    assert chosen(optimizer=OptimizerConfig(kind="muon", learning_rate=1e-2)) is None
-    whole = documents([9, 2, 14], tmp_path / "tokens.npy", plan="off")
-    assert whole.default(h100s()) is None
-
-
-def test_default_mesh_is_that_of_the_fewest_bytes_if_none_fits():
-    asked = planner(plan="off")
-    mesh = asked.default(h100s(bytes_limit=1 << 20))
-    assert mesh.degrees == choose_degrees(MeshConfig(), 8, asked.config.attention_call)
-    (line,) = mesh.description
-    assert line.startswith("default mesh: the one of the fewest bytes, since the planner finds ")
-    with refused(InputError, "data=3"):
-        planner(plan="off", batch_size=3, mesh=MeshConfig(data=3)).default(h100s())
-
-
 @pytest.fixture
 def measured(monkeypatch):
     """The devices count as H100, and nothing is measured."""
@@ -285,9 +230,6 @@ def measured(monkeypatch):
 
 def test_all_processes_take_the_plan_of_the_first(measured, monkeypatch):
     first = [vars(st.Degrees(ring=8)), ["ring", "data", "group", "team", "head", "tensor"]]
-    with monkeypatch.context() as patch:
-        patch.setattr(planning, "gather", lambda value: [first[0], value])
-        assert planner(plan="off").default(h100s()).degrees == st.Degrees(ring=8)
     monkeypatch.setattr(planning, "gather", lambda value: [first, value])
     mesh = planner().choose(jax.devices()[:8])
     assert (mesh.degrees, list(mesh.order)) == (st.Degrees(ring=8), first[1])
@@ -303,16 +245,15 @@ def test_a_plan_with_frozen_weights_is_one_of_a_faster_step(measured):
     assert measured[0] == dict(devices_per_node=None, head_dim=8, itemsize=4, causal=True)
 
 
-def join(plan, config, folder):
-    with joined(
-        Distributed(), config, kind="a test", call=config.attention_call, folder=folder, plan=plan
-    ) as session:
-        return {role: n for role, n in session.mesh.shape.items() if n > 1}, session.description
+def join(config, folder):
+    with joined(Distributed(), config, kind="a test", folder=folder) as session:
+        mesh, lines = choose_mesh(config, session.devices, session.former, TASKS[config.kind])
+        return {role: n for role, n in mesh.shape.items() if n > 1}, lines
 
 
 def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
-    asked = planner(devices=8)
-    shape, description = join(asked, asked.config, tmp_path)
+    config = planner(devices=8).config
+    shape, description = join(config, tmp_path)
     assert shape["data"] == 4
     assert description[-3].startswith("plan: measured in ")
     assert description[-2].startswith("plan: the fastest: data 4")
@@ -320,39 +261,20 @@ def test_a_run_takes_the_planned_mesh_and_keeps_it(measured, tmp_path):
     order = ("data", "group", "ring", "team", "head", "tensor")
     save_degrees(tmp_path, vars(st.Degrees(head=4, ring=2)), order)
     assert read_mesh(tmp_path).order == order
-    for plan in (asked, None):
-        assert join(plan, asked.config, tmp_path)[0] == {"ring": 2, "head": 4}
+    unplanned = dataclasses.replace(config, plan="off")
+    for asked in (config, unplanned):
+        assert join(asked, tmp_path)[0] == {"ring": 2, "head": 4}
     assert len(measured) == 1
-    given = dataclasses.replace(asked.config, mesh=MeshConfig(head=8))
-    assert join(None, given, tmp_path)[0] == {"head": 8}
+    given = dataclasses.replace(unplanned, mesh=MeshConfig(head=8))
+    assert join(given, tmp_path)[0] == {"head": 8}
     # A run that no plan began keeps its mesh too, and a ranking is shown for every run.
     save_degrees(tmp_path, vars(st.Degrees(ring=8)))
-    assert join(asked, asked.config, tmp_path)[0] == {"ring": 8}
-    shown = planner(devices=8, plan="show")
-    assert sum(line.startswith("plan: ") for line in join(shown, shown.config, tmp_path)[1]) == 9
+    assert join(config, tmp_path)[0] == {"ring": 8}
+    shown = planner(devices=8, plan="show").config
+    assert sum(line.startswith("plan: ") for line in join(shown, tmp_path)[1]) == 9
     (tmp_path / MESH_FILE).write_text('{"degrees": {"ring": 8}, "order": ["ring"]}')
     with refused(InputError, "must hold the degrees of a run"):
         read_mesh(tmp_path)
-
-
-def test_a_run_keeps_the_default_mesh_that_was_predicted(tmp_path, monkeypatch, capsys):
-    np.save(tmp_path / "tokens.npy", np.arange(2048, dtype=np.uint16) % 96)
-    changes = dict(
-        run_dir=tmp_path, devices=8, steps=1, sample=TextSampleConfig(), tensorboard=False
-    )
-    data = DataConfig(path=(tmp_path / "tokens.npy",))
-    config = make_config(dict(layers=1), plan="off", data=data, **changes)
-    with monkeypatch.context() as patch:
-        patch.setattr(planning, "data_sheet_cluster", lambda devices, **_: ONE_NODE)
-        train(config)
-    shown = capsys.readouterr().out
-    assert "\nmesh: data 4, " in shown
-    assert "\ndefault mesh: the fastest by the data sheet of h100: data 4, " in shown
-    # Now without a prediction: the note of the run names degrees that no flag gives.
-    for folder, size in ((tmp_path, 4), (tmp_path / "another", 1)):
-        shape, description = join(Planner(config, TASKS[config.kind]), config, folder)
-        assert shape.get("data", 1) == size
-        assert not any("default mesh" in line for line in description)
 
 
 @pytest.mark.slow

@@ -119,13 +119,13 @@ def test_samples_during_training_change_no_loss(tmp_path, capsys):
 @pytest.mark.quick
 def test_flags_set_the_config():
     config = parse("--mesh.order head_first --mesh.devices-per-node 4")
-    assert config.mesh == MeshConfig(order=("head_first",), devices_per_node=4)
+    assert config.mesh == MeshConfig(default_c=2, order=("head_first",), devices_per_node=4)
     config = parse("--mesh.order data group team ring head tensor")
     assert config.mesh.order == ("data", "group", "team", "ring", "head", "tensor")
     config = parse("--mesh.team 4 --mesh.group 1 --steps 700 --model.kv-heads 4 --zero 3")
-    assert config.mesh == MeshConfig(team=4, group=1)
+    assert config.mesh == MeshConfig(default_c=2, team=4, group=1)
     assert parse("--mesh.c 4 --mesh.ring 2").mesh.degrees == dict(
-        data=1, team=4, group=4, ring=2, head=1, tensor=1
+        data=None, team=4, group=4, ring=2, head=None, tensor=None
     )
     assert (config.steps, config.model.kv_heads, config.zero) == (700, 4, 3)
     config = parse("--model.windows 512 512 none --model.rope.bases 1e4 none")
@@ -247,7 +247,7 @@ def test_config_that_cannot_be_raises(recipe, part, row):
         ("--mesh.head 16", InputError, ["product of the mesh degrees must", " 16 for 8 devices"]),
         ("--mesh.team 16", InputError, ["mesh degrees must divide", "team=16", "for 8 devices"]),
         ("--model.heads 4 --mesh.head 8", InputError, ["heads must be divisible by head * tensor"]),
-        ("--mesh.ring 3", InputError, ["product of the mesh degrees must be", "for 8 devices"]),
+        ("--mesh.ring 3", InputError, ["product of the mesh degrees must divide", "for 8 devices"]),
         (
             *("--devices 65", InputError),
             ["devices must be at most the number of devices; got devices=65, and there are 64"],
@@ -282,7 +282,7 @@ def test_program_trains_evaluates_and_samples(tmp_path):
     )
     result = run_python("train.py", *flags.split(), "--run-dir", tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "mesh: data 2, group 1, ring 2, team 1" in result.stdout
+    assert "mesh: data 2, group 1, ring 1, team 1, head 2, tensor 1\n" in result.stdout
     assert "step 3/3  train loss" in result.stdout
     assert "step 2/3  validation loss" in result.stdout
     lines = result.stdout.splitlines()

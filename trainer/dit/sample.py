@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float32
 
 import startrail_jax as st
@@ -35,7 +36,7 @@ LEAST_PIXELS = 64
 
 
 def sample_images(
-    run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Session
+    run_dir: Path, config: DiTTrainConfig, options: ImageOptions, mesh: Mesh, session: Session
 ) -> None:
     """Draws images with the model of a run, and writes all of them to one file, a new one."""
     labels = rows_of_grid(config, options)
@@ -44,7 +45,7 @@ def sample_images(
         what = "latents, which are no pixels"
     out = file_to_write(run_dir, options.out, _suffixes(config), what, session)
     rows = min(options.batch_size, len(labels))
-    program = program_to_draw(config, session, Denoising, rows)
+    program = program_to_draw(config, mesh, Denoising, rows)
     grid = _GridOfClasses(program, options)
     shapes = program.state_shapes.model
     weights, step = restore_model(run_dir, config, shapes, note=session.note)
@@ -136,11 +137,11 @@ def _suffixes(config: DiTTrainConfig) -> tuple[str, ...]:
 
 
 def program_to_draw(
-    config: Any, session: Session, objective: Callable[[Any], Objective], rows: int
+    config: Any, mesh: Mesh, objective: Callable[[Any], Objective], rows: int
 ) -> Program:
     """The program of a run on another mesh, to draw `rows` examples at a time, rounded up to a
     multiple of the data degree."""
-    attention = st.Attention(session.mesh, **config.attention_of_model)
+    attention = st.Attention(mesh, **config.attention_of_model)
     for_drawing = dataclasses.replace(
         _config_to_draw(config, attention, rows),
         mesh=MeshConfig(data=attention.degrees.data),

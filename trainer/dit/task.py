@@ -44,8 +44,8 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         return None if program.config.sample.every is None else GridSampler(program)
 
     def sample(
-        self, run_dir: Path, config: DiTTrainConfig, options: ImageOptions, session: Any
+        self, run_dir: Path, config: DiTTrainConfig, options: ImageOptions, mesh: Any, session: Any
     ) -> None:
         from trainer.dit.sample import sample_images
 
-        sample_images(run_dir, config, options, session)
+        sample_images(run_dir, config, options, mesh, session)

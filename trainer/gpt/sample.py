@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Integer
 
 import startrail_jax as st
@@ -35,7 +36,7 @@ from trainer.weights.adapters import restore_model
 
 
 def sample_text(
-    run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Session
+    run_dir: Path, config: GPTTrainConfig, options: TextOptions, mesh: Mesh, session: Session
 ) -> None:
     """Continues a prompt with the model of a run, and prints the text as it is generated."""
     sampling = Sampling(
@@ -47,7 +48,7 @@ def sample_text(
     tokenizer = tokenizer_of_run(run_dir, config, options.tokenizer, note=session.note)
     template = template_of_run(run_dir, config, options.tokenizer) if options.chat else None
     prompt = prompt_tokens(tokenizer, options, session, template)
-    attention = st.Attention(session.mesh, causal=True, **attention_of(config.model))
+    attention = st.Attention(mesh, causal=True, **attention_of(config.model))
     generator = Generator(config, attention, sampling, zero=options.zero)
     generator.check_prompt(prompt)
     weights, step = restore_model(run_dir, config, generator.weight_shapes, note=session.note)

@@ -99,11 +99,11 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return open_pretrained(config, weights)
 
     def sample(
-        self, run_dir: Path, config: GPTTrainConfig, options: TextOptions, session: Any
+        self, run_dir: Path, config: GPTTrainConfig, options: TextOptions, mesh: Any, session: Any
     ) -> None:
         from trainer.gpt.sample import sample_text
 
-        sample_text(run_dir, config, options, session)
+        sample_text(run_dir, config, options, mesh, session)
 
     def sampler(self, program: Any, data: Any) -> Sampler | None:
         from trainer.gpt.sample import Continuation

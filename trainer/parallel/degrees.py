@@ -1,4 +1,4 @@
-"""The degrees of parallelism of a run whose flags leave some of them open."""
+"""Degrees of parallelism that the flags of a run leave open, and the order of the axes."""
 
 from __future__ import annotations
 
@@ -15,57 +15,68 @@ from startrail_jax.rings.transfers import Transfer
 from startrail_jax.tokens.layout import Layout
 from startrail_jax.traffic.algorithms import GLOO, NCCL, Algorithm
 from startrail_jax.traffic.cost import communication
-from startrail_jax.traffic.ports import cheapest_order, messages
-from startrail_jax.traffic.settings import all_degrees
-from trainer.config import OPEN, MeshConfig
+from startrail_jax.traffic.ports import cheapest_order
+from trainer.config import SEQUENCE_ROLES, MeshConfig
+from trainer.run.folder import FormerMesh
 
 
-def choose_degrees(
+def default_degrees(
     mesh: MeshConfig,
     num_devices: int,
     call: Mapping[str, Any],
     *,
-    nodes: Sequence[int] | None = None,
-    platform: str | None = None,
+    devices_per_node: int | None = None,
+    data: int = 1,
 ) -> Degrees:
     """Fills in the degrees that `mesh` leaves open, so that their product is the number of devices.
 
-    The fewest bytes decide: on several nodes through the busiest port of a node, and then per
-    device. Where group and ring cost the same, several nodes get the smallest group, because the
-    messages of a ring travel beside kernels. One node, where no port is shared, gets the shortest
-    ring of at least 2, which needs the fewest kernel calls.
+    If flags give none of team, group, ring and head, it is StarTrail with `mesh.default_c`, where
+    the devices allow that, or `Degrees.recommended`. If they give some, the others are 1, and what
+    is left over is the ring; or the team, if the ring is given.
 
-    `call` is `TrainConfig.attention_call`, and `nodes` the node of each device (None if they share
-    one). On the platform "cpu" gloo divides collectives into messages, and otherwise NCCL.
+    Args:
+        mesh: the flags.
+        num_devices: all devices.
+        call: `TrainConfig.attention_call`.
+        devices_per_node: devices of a node; all by default.
+        data: number of shards of the batch, if `mesh` leaves it open.
+
+    Raises:
+        ValueError: if no degrees have that product.
     """
-    given = _given(mesh)
-    settings = list(all_degrees(num_devices, roles=OPEN, given=given))
-    if not settings:
+    data, tensor = mesh.data or data, mesh.tensor or 1
+    sequence, left_over = divmod(num_devices, data * tensor)
+    if left_over:
         raise _misfit(mesh, num_devices)
-    several = nodes is not None and len(set(nodes)) > 1
-    try:
-        costs = {degrees: _bytes(degrees, call, mesh, nodes, platform) for degrees in settings}
-    except InputError:
-        # Heads that `head` and `tensor` cannot split: the program refuses them in every setting.
-        return settings[0]
-    tie = (lambda d: d.group) if several else (lambda d: (d.ring == 1, d.ring))
-    return min(settings, key=lambda degrees: (costs[degrees], tie(degrees)))
+    if mesh.follows_rule:
+        if mesh.default_c is not None and sequence % mesh.default_c**2 == 0:
+            return Degrees.startrail(sequence, c=mesh.default_c, data=data, tensor=tensor)
+        return Degrees.recommended(
+            num_devices,
+            heads=call["heads"],
+            kv_heads=call["kv_heads"],
+            devices_per_node=devices_per_node,
+            fast_ports=mesh.fast_ports,
+            data=data,
+            tensor=tensor,
+        )
+    sizes = {role: mesh.degrees[role] for role in SEQUENCE_ROLES}
+    product = math.prod(size or 1 for size in sizes.values())
+    open_role = next((role for role in ("ring", "team", "group") if sizes[role] is None), None)
+    if sequence % product or (open_role is None and sequence != product):
+        raise _misfit(mesh, num_devices)
+    if open_role is not None:
+        sizes[open_role] = sequence // product
+    return Degrees(data=data, tensor=tensor, **{role: size or 1 for role, size in sizes.items()})
 
 
-def keep_degrees(
-    mesh: MeshConfig,
-    num_devices: int,
-    former: Mapping[str, int] | None,
-    *,
-    planned: bool = False,
-) -> Degrees | None:
-    """The degrees of a run that goes on, if they fit the flags; None if they must be chosen. With
-    `planned`, the planner chose `former`, so that degrees of 1 may be open."""
+def keep_degrees(mesh: MeshConfig, num_devices: int, former: FormerMesh | None) -> Degrees | None:
+    """The degrees of a run that goes on, if they fit the flags; None if they must be chosen."""
     if former is None:
         return None
-    given = mesh.given_to_plan if planned else _given(mesh)
-    fits = given.items() <= former.items() and math.prod(former.values()) == num_devices
-    return Degrees(**former) if fits and set(former) == set(mesh.degrees) else None
+    fits = given_degrees(mesh).items() <= former.degrees.items()
+    fits &= math.prod(former.degrees.values()) == num_devices
+    return Degrees(**former.degrees) if fits and set(former.degrees) == set(ROLES) else None
 
 
 def choose_order(
@@ -106,27 +117,9 @@ def given_order(mesh: MeshConfig) -> tuple[str, ...] | None:
     return resolve_order(mesh.order[0] if len(mesh.order) == 1 else mesh.order)
 
 
-def _given(mesh: MeshConfig) -> dict[str, int]:
+def given_degrees(mesh: MeshConfig) -> dict[str, int]:
     """The degrees that are given."""
     return {name: degree for name, degree in mesh.degrees.items() if degree is not None}
-
-
-def _bytes(
-    degrees: Degrees,
-    call: Mapping[str, Any],
-    mesh: MeshConfig,
-    nodes: Sequence[int] | None,
-    platform: str | None,
-) -> tuple[int, int]:
-    """Bytes through the busiest port of a node, and bytes that a device receives."""
-    sent = transfers(degrees, call)
-    received = sum(transfer.received_bytes for transfer in sent)
-    if nodes is None or len(set(nodes)) == 1:
-        return 0, received
-    divided = algorithms(platform)
-    order = given_order(mesh) or cheapest_order(degrees, nodes, [sent], divided)
-    through = messages(degrees, sent, divided).through(node_grid(degrees, order, nodes).ravel())
-    return through.port_bytes, received
 
 
 def algorithms(platform: str | None) -> Mapping[str, Algorithm]:
@@ -154,16 +147,16 @@ def transfers(degrees: Degrees, call: Mapping[str, Any]) -> tuple[Transfer, ...]
 
 def _misfit(mesh: MeshConfig, num_devices: int) -> InputError:
     """The error about degrees whose product does not fit the number of devices."""
-    given = {"team": 1, "group": 1} | _given(mesh)
-    sizes = {name: given[name] for name in mesh.degrees if name in given}
+    sizes = given_degrees(mesh)
     product = math.prod(sizes.values())
     must, use = "divide", "Change a degree, or use"
     if mesh.ring is not None:
-        must = "be"
         if num_devices % (product // mesh.ring) == 0:
             use = "Leave out --mesh.ring, or use"
     elif mesh.c is not None and num_devices % (product // mesh.c) == 0:
         use = f"Use --mesh.team {mesh.c} in place of --mesh.c {mesh.c}, or"
+    if all(sizes.get(role) for role in ("ring", "team", "group")):
+        must = "be"
     return InputError(
         f"The product of the mesh degrees must {must} the number of devices; got "
         f"{' * '.join(f'{name}={degree}' for name, degree in sizes.items())} = {product} for "

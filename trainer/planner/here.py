@@ -118,23 +118,7 @@ def measure_cluster(
     )
 
 
-def data_sheet_cluster(
-    devices: Sequence[Any], *, devices_per_node: int | None = None
-) -> Cluster | None:
-    """The cluster at hand by the data sheet of its GPUs, one node; nothing is measured.
-
-    None if there are several nodes, if the devices are not all GPUs of one kind that the planner
-    knows, or if these are cards for PCI Express, which NVLink does not join.
-    """
-    kind, gpu = devices[0].device_kind, _known_gpu(devices[0])
-    if gpu is None or "PCIE" in kind.upper() or {x.device_kind for x in devices} != {kind}:
-        return None
-    if len(set(nodes_of(devices, devices_per_node))) > 1:
-        return None
-    return Cluster(nodes=1, gpus_per_node=len(devices), gpu=gpu, port_rate=math.inf, ports=1)
-
-
-def _known_gpu(device: Any) -> Gpu | None:
+def known_gpu(device: Any) -> Gpu | None:
     """The GPU that a device is, if its data sheet is known."""
     kinds = (name for words, name in _KNOWN.items() if re.search(words, device.device_kind))
     return next((GPUS[name] for name in kinds), None)
@@ -254,7 +238,7 @@ def _kernels(links: _Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
     products = _product_rate(links, dtype, is_cpu)
     memory_rate = _memory_rate(links, is_cpu)
     rates = _attention_rates(links, head_dim, dtype, is_cpu, causal)
-    known = _known_gpu(device)
+    known = known_gpu(device)
     single = known.single_speed if known is not None and itemsize == 4 else 1.0
     memory = known.memory_bytes if known is not None else memory_of(device)
     # Of an unknown device, what its matrix products reach stands for the peak.

@@ -11,6 +11,7 @@ from typing import IO, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float, Float32
 
 from startrail_jax.errors import InputError
@@ -48,7 +49,7 @@ class _Model(NamedTuple):
 
 
 def sample_videos(
-    run_dir: Path, config: WanTrainConfig, options: VideoOptions, session: Session
+    run_dir: Path, config: WanTrainConfig, options: VideoOptions, mesh: Mesh, session: Session
 ) -> None:
     """Draws videos with the model of a run, and writes all of them to one file, a new one."""
     run, config = config, _of_size(config, options)
@@ -64,8 +65,7 @@ def sample_videos(
     each = [clip for _, clip in wishes for _ in range(options.samples)]
     rows = min(options.batch_size, len(each))
     programs = [
-        program_to_draw(_of_size(model.config, options), session, VideoFlow, rows)
-        for model in models
+        program_to_draw(_of_size(model.config, options), mesh, VideoFlow, rows) for model in models
     ]
     program, below = programs[0], None
     if len(models) > 1:

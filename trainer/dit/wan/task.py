@@ -90,11 +90,11 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
         return open_clips(config, partial(clip_batch, config=config, layout=layout))
 
     def sample(
-        self, run_dir: Path, config: WanTrainConfig, options: VideoOptions, session: Any
+        self, run_dir: Path, config: WanTrainConfig, options: VideoOptions, mesh: Any, session: Any
     ) -> None:
         from trainer.dit.wan.sample import sample_videos
 
-        sample_videos(run_dir, config, options, session)
+        sample_videos(run_dir, config, options, mesh, session)
 
 
 def with_model_of(folder: Path, config: WanTrainConfig) -> WanTrainConfig:
