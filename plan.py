@@ -33,6 +33,7 @@ from trainer.printable import printable, say
 from trainer.tasks import TASKS
 
 if TYPE_CHECKING:
+    from trainer.gpt.pretrained.plan_model import FileModel
     from trainer.planner.hardware import Gpu
     from trainer.planner.models import ModelSizes
     from trainer.planner.planning import Plan
@@ -205,7 +206,6 @@ def find_run(
     Raises:
         InputError: if there is no such model, or a flag has no effect on a plan.
     """
-    from trainer.gpt.pretrained.plan_model import find_model, is_file_model
     from trainer.planner.quantities import parse_count
 
     flags = list(flags)
@@ -213,11 +213,19 @@ def find_run(
         if flag_of(flags, name) is not None:
             raise InputError(f"{name} must be left out of a plan; got it. {way_out}")
     length = [] if seq_len is None else ["--seq-len", str(parse_count(seq_len, "--seq-len"))]
-    if run in RECIPES or not is_file_model(run):
-        config = _read([run, *flags, *length])
-        sizes = replace(TASKS[config.kind].sizes(config), name=run)
-        return Planned(sizes, (run, *flags), config)
-    file = find_model(run, allow_unknown=allow_unknown)
+    if run not in RECIPES:
+        # Its readers of packed tensors import numpy and jaxtyping, which no recipe needs.
+        from trainer.gpt.pretrained.plan_model import find_model, is_file_model
+
+        if is_file_model(run):
+            return _of_file(find_model(run, allow_unknown=allow_unknown), run, flags, length)
+    config = _read([run, *flags, *length])
+    sizes = replace(TASKS[config.kind].sizes(config), name=run)
+    return Planned(sizes, (run, *flags), config)
+
+
+def _of_file(file: FileModel, run: str, flags: list[str], length: list[str]) -> Planned:
+    """The plan of a model in the format of Hugging Face."""
     changes = [x for x in flags if x.startswith(("--model.", "--lora."))]
     if changes and not file.run:
         raise InputError(

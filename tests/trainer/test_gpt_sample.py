@@ -210,7 +210,7 @@ def test_more_devices_than_there_are_and_degrees_that_do_not_fit(tmp_path, capsy
     assert "at most the number of devices; got devices=65" in message_of(
         tmp_path, "--prompt", "a", "--devices", "65"
     )
-    assert "mesh degrees must divide the number of devices; got data=1 * team=1" in (
+    assert "mesh degrees must divide the number of devices; got head=2 * tensor=5" in (
         message_of(tmp_path, "--prompt", "a", "--mesh.tensor", "5")
     )
 
