@@ -28,8 +28,9 @@ from programs import check_first_step
 from train import read_command_line
 from trainer.command_line import flag_of
 from trainer.gpt.corpus import check_bytes
-from trainer.parallel.degrees import default_degrees
+from trainer.mesh import new_degrees
 from trainer.run.settings import save_config
+from trainer.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -302,8 +303,7 @@ def check_run(settings, devices):
         is_plan = settings.plan == "show"  # It reads no data.
         if not is_plan and not any(path.name.startswith("tokens") for path in data.path):
             check_bytes(data, settings.model.vocab_size)
-    degrees = default_degrees(settings.mesh, devices, settings.attention_call)
-    check_first_step(settings, degrees)
+    check_first_step(settings, new_degrees(settings, TASKS[settings.kind], devices))
 
 
 def test_logs_on_pages_are_what_programs_print():

@@ -139,7 +139,12 @@ def new_degrees(
 
     def with_data(data: int) -> st.Degrees:
         return default_degrees(
-            flags, num_devices, call, devices_per_node=devices_per_node, data=data
+            flags,
+            num_devices,
+            call,
+            devices_per_node=devices_per_node,
+            data=data,
+            head_chunks=config.attention.head_chunks,
         )
 
     counted = not config.whole_documents and config.optimizer.kind != "muon"

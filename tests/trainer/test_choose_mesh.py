@@ -1,12 +1,14 @@
 """The mesh of a run: what is chosen, kept and said."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 import startrail_jax as st
-from programs import make_config
+from configs import RECIPES
+from programs import check_first_step, make_config
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import Distributed, MeshConfig, OptimizerConfig
@@ -43,6 +45,18 @@ def test_rows_of_their_own_come_first_where_the_memory_is_known():
     assert chosen(num_devices=16, devices_per_node=4, mesh=MeshConfig(data=1)) == {
         **{"head": 4, "ring": 4}
     }
+
+
+@pytest.mark.parametrize("fast_ports", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_default_mesh_of_every_recipe_is_one_that_it_can_have(recipe, fast_ports):
+    config = RECIPES[recipe]()
+    mesh = dataclasses.replace(config.mesh, fast_ports=fast_ports)
+    config = dataclasses.replace(config, mesh=mesh)
+    for num_devices in (1, 2, 4, 8, 16, 64, 256):
+        degrees = new_degrees(config, TASKS[config.kind], num_devices, devices_per_node=8)
+        assert degrees.num_devices == num_devices
+        check_first_step(config, degrees)
 
 
 def test_fewer_shards_of_the_batch_are_taken_if_more_do_not_fit(monkeypatch):

@@ -27,6 +27,7 @@ def default_degrees(
     *,
     devices_per_node: int | None = None,
     data: int = 1,
+    head_chunks: int = 1,
 ) -> Degrees:
     """Fills in the degrees that `mesh` leaves open, so that their product is the number of devices.
 
@@ -40,6 +41,7 @@ def default_degrees(
         call: `TrainConfig.attention_call`.
         devices_per_node: devices of a node; all by default.
         data: number of shards of the batch, if `mesh` leaves it open.
+        head_chunks: parts of the key heads of a device, which `head` must leave to it.
 
     Raises:
         ValueError: if no degrees have that product.
@@ -54,9 +56,10 @@ def default_degrees(
         return Degrees.recommended(
             num_devices,
             heads=call["heads"],
-            kv_heads=call["kv_heads"],
+            kv_heads=max(call["kv_heads"] // head_chunks, 1),
             devices_per_node=devices_per_node,
-            fast_ports=mesh.fast_ports,
+            # With these, devices may share a key head, which then has no parts.
+            fast_ports=mesh.fast_ports and head_chunks == 1,
             data=data,
             tensor=tensor,
         )
