@@ -171,7 +171,7 @@ def _plan(run: str | None, flags: list[str], args: argparse.Namespace) -> Plan:
     planned = find_run(run, flags, seq_len=args.seq_len, allow_unknown=args.allow_unknown)
     config = planned.config
     options = Search(
-        degrees=_degrees(config),
+        degrees=config.mesh.given,
         zero=tuple(args.zero or (0, 1, 2, 3)),
         remat=tuple(args.remat or REMAT),
         offload=(False, True) if args.offload is None else (args.offload,),
@@ -250,11 +250,6 @@ def _read(words: list[str]) -> TrainConfig:
             "not predicted. Leave it out."
         )
     return config
-
-
-def _degrees(config: TrainConfig) -> dict[str, int]:
-    """The degrees that are given."""
-    return {role: degree for role, degree in config.mesh.degrees.items() if degree is not None}
 
 
 def _check_cluster_flags(args: argparse.Namespace) -> None:

@@ -303,7 +303,8 @@ def check_run(settings, devices):
         is_plan = settings.plan == "show"  # It reads no data.
         if not is_plan and not any(path.name.startswith("tokens") for path in data.path):
             check_bytes(data, settings.model.vocab_size)
-    check_first_step(settings, new_degrees(settings, TASKS[settings.kind], devices))
+    objective = TASKS[settings.kind].make_objective(settings)
+    check_first_step(settings, new_degrees(settings, objective, devices))
 
 
 def test_logs_on_pages_are_what_programs_print():

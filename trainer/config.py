@@ -20,7 +20,7 @@ SHARDED_AXES = ("data", "ring", "group", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
 ROLES = (*SHARDED_AXES, "tensor")
 """All mesh axes, slowest first."""
-SEQUENCE_ROLES = ("ring", "group", "team", "head")
+SEQUENCE_ROLES = SHARDED_AXES[1:]
 """The mesh axes over which the devices of a sequence lie."""
 
 
@@ -173,9 +173,14 @@ class MeshConfig:
         return {name: value for name, value in vars(self).items() if name in ROLES} | both
 
     @property
+    def given(self) -> dict[str, int]:
+        """The degrees that flags set, by their names."""
+        return {role: degree for role, degree in self.degrees.items() if degree is not None}
+
+    @property
     def follows_rule(self) -> bool:
         """Whether the rule decides how devices share a sequence: no flag says it in part."""
-        return all(self.degrees[role] is None for role in SEQUENCE_ROLES)
+        return not self.given.keys() & {*SEQUENCE_ROLES}
 
     @property
     def leaves_data_open(self) -> bool:

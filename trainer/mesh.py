@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -53,9 +53,9 @@ def choose_mesh(
     elif degrees is None:
         nodes, order = _devices_of_node(devices, flags), None
         # Simulated devices share a memory, which says nothing of GPUs.
-        is_cpu = devices[0].platform == "cpu"
-        limit = None if is_cpu else step_limit(devices, _memory_of(devices[0]))
-        degrees = new_degrees(config, task, len(devices), devices_per_node=nodes, limit=limit)
+        limit = None if devices[0].platform == "cpu" else step_limit(devices)
+        objective = task.make_objective(config)
+        degrees = new_degrees(config, objective, len(devices), devices_per_node=nodes, limit=limit)
         after = advice(config, degrees, devices, nodes)
     mesh, lines = place(degrees, order, devices, flags, call)
     return mesh, (*before, *lines, *after)
@@ -72,21 +72,18 @@ def mesh_of_flags(
     """The mesh of a program that does not train, and lines for the log: `choose_mesh` without a
     plan, and with one shard of the batch unless flags give more. With `adapts`, it is any mesh if
     that of the flags does not fit the devices."""
-    try:
-        degrees, order = keep_degrees(flags, len(devices), former), former and former.order
-        if degrees is None:
-            nodes = _devices_of_node(devices, flags)
+    degrees, order = keep_degrees(flags, len(devices), former), former and former.order
+    if degrees is None:
+        try:
+            nodes, order = _devices_of_node(devices, flags), None
             degrees = default_degrees(flags, len(devices), call, devices_per_node=nodes)
-            order = None
-        return place(degrees, order, devices, flags, call)
-    except InputError:
-        if not adapts:
-            raise
-    mesh, lines = mesh_of_flags(MeshConfig(), devices, None, call)
-    return mesh, (
-        f"the mesh of the run does not fit {len(devices)} devices: another is used",
-        *lines,
-    )
+        except InputError:
+            if not adapts:
+                raise
+            mesh, lines = mesh_of_flags(MeshConfig(), devices, None, call)
+            remark = f"the mesh of the run does not fit {len(devices)} devices: another is used"
+            return mesh, (remark, *lines)
+    return place(degrees, order, devices, flags, call)
 
 
 def place(
@@ -123,7 +120,7 @@ def _devices_of_node(devices: Sequence[Any], flags: MeshConfig) -> int:
 
 def new_degrees(
     config: TrainConfig,
-    task: Task[Any, Any],
+    objective: Objective,
     num_devices: int,
     *,
     devices_per_node: int | None = None,
@@ -135,47 +132,34 @@ def new_degrees(
     `limit` bytes of a device, by the closed form. It is 1 without a limit, for whole documents, and
     with Muon, whose products the closed form does not count.
     """
-    flags, call = config.mesh, config.attention_call
 
     def with_data(data: int) -> st.Degrees:
         return default_degrees(
-            flags,
+            config.mesh,
             num_devices,
-            call,
+            config.attention_call,
             devices_per_node=devices_per_node,
             data=data,
             head_chunks=config.attention.head_chunks,
         )
 
+    degrees = with_data(1)
     counted = not config.whole_documents and config.optimizer.kind != "muon"
-    if limit is not None and counted and flags.leaves_data_open:
-        rows = math.gcd(config.batch_size // config.gradient_accumulation, num_devices)
-        objective = task.make_objective(config)
-        for data in range(rows, 1, -1):
-            if rows % data == 0 and _fits(config, objective, with_data, data, limit):
-                return with_data(data)
-    return with_data(1)
+    if limit is None or not counted or not config.mesh.leaves_data_open:
+        return degrees
+    rows = config.batch_size // config.gradient_accumulation
+    most = math.gcd(rows, num_devices // degrees.tensor)
+    shards = (with_data(data) for data in range(most, 1, -1) if most % data == 0)
+    return next((x for x in shards if _fits(config, objective, x, limit)), degrees)
 
 
-def _fits(
-    config: TrainConfig,
-    objective: Objective,
-    degrees_of: Callable[[int], st.Degrees],
-    data: int,
-    limit: int,
-) -> bool:
-    """True if a run can have some shards of the batch, and a step surely fits the memory."""
+def _fits(config: TrainConfig, objective: Objective, degrees: st.Degrees, limit: int) -> bool:
+    """True if a run can have these degrees, and a step surely fits the memory."""
     try:
-        _, size = chosen_step(config, objective, degrees_of(data), limit)
+        _, size = chosen_step(config, objective, degrees, limit)
     except UserError:
         return False
     return size.device_bytes <= SURE * limit
-
-
-def _memory_of(device: Any) -> int | None:
-    """Bytes of memory of a GPU whose data sheet is known."""
-    gpu = known_gpu(device)
-    return None if gpu is None else gpu.memory_bytes
 
 
 def advice(

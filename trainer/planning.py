@@ -19,7 +19,7 @@ from startrail_jax.errors import InputError, UserError
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
-from trainer.parallel.degrees import given_degrees, given_order
+from trainer.parallel.degrees import given_order
 from trainer.parallel.splits import check_parts
 from trainer.parallel.step_sizes import chosen_step, step_limit
 from trainer.planner.documents import DocumentForecast, forecasts, sample, visible_shares
@@ -140,7 +140,7 @@ class Planner:
         batch = config.batch_size // config.gradient_accumulation
         objective = self.task.make_objective(config)
         call = Call(model=objective.sizes, seq_len=config.num_tokens, batch=batch, **of_call)
-        given = given_degrees(config.mesh)
+        given = config.mesh.given
         options = Search(
             degrees=given,
             zero=(config.zero,),

@@ -91,10 +91,9 @@ def run_step(args: argparse.Namespace, config: TrainConfig) -> None:
     """Compiles and reads the step of a run."""
     target, num_devices = HARDWARE.get(args.program, ("h100", 8))
     target, num_devices = args.target or target, config.devices or num_devices
-    task = TASKS[config.kind]
-    objective = task.make_objective(config)
+    objective = TASKS[config.kind].make_objective(config)
     limit = int(jax_share() * GPUS[GPU_OF_TARGET.get(target, target)].memory_bytes)
-    degrees = new_degrees(config, task, num_devices, limit=limit)
+    degrees = new_degrees(config, objective, num_devices, limit=limit)
     # Raises what train.py would raise on such a mesh.
     remat, formula = chosen_step(config, objective, degrees, limit)
     config = replace(config, remat=remat)

@@ -22,11 +22,15 @@ ROOMY = 60 << 30
 """Bytes that hold any step of a test."""
 
 
+def objective_of(config):
+    return TASKS[config.kind].make_objective(config)
+
+
 def chosen(num_devices=8, limit=ROOMY, devices_per_node=None, **changes):
     """The degrees above 1 of a run with a batch of 4, 8 heads and 4 key heads."""
     config = make_config(**changes)
     options = dict(limit=limit, devices_per_node=devices_per_node)
-    degrees = new_degrees(config, TASKS[config.kind], num_devices, **options)
+    degrees = new_degrees(config, objective_of(config), num_devices, **options)
     assert degrees.num_devices == num_devices
     return {role: degree for role, degree in vars(degrees).items() if degree > 1}
 
@@ -54,7 +58,7 @@ def test_default_mesh_of_every_recipe_is_one_that_it_can_have(recipe, fast_ports
     mesh = dataclasses.replace(config.mesh, fast_ports=fast_ports)
     config = dataclasses.replace(config, mesh=mesh)
     for num_devices in (1, 2, 4, 8, 16, 64, 256):
-        degrees = new_degrees(config, TASKS[config.kind], num_devices, devices_per_node=8)
+        degrees = new_degrees(config, objective_of(config), num_devices, devices_per_node=8)
         assert degrees.num_devices == num_devices
         check_first_step(config, degrees)
 
@@ -78,7 +82,7 @@ def test_eight_nodes_have_the_mesh_of_the_rule_and_the_log_says_so(tmp_path):
         SimpleNamespace(id=i, process_index=i // 8, platform="cpu", device_kind="cpu")
         for i in range(64)
     ]
-    degrees = new_degrees(config, TASKS["gpt"], 64, devices_per_node=8)
+    degrees = new_degrees(config, objective_of(config), 64, devices_per_node=8)
     assert degrees == st.Degrees.recommended(64, heads=32, kv_heads=8, devices_per_node=8)
     assert degrees == st.Degrees(head=8, ring=8)
     (line,) = advice(config, degrees, devices, 8)

@@ -22,7 +22,6 @@ from trainer.planner.hardware import GPUS
 from trainer.planner.here import jax_share
 from trainer.run.folder import read_mesh, save_degrees
 from trainer.run.settings import load_config
-from trainer.tasks import TASKS
 
 pytestmark = pytest.mark.quick
 
@@ -138,7 +137,7 @@ def test_benchmark_takes_the_mesh_of_train_and_refuses_what_train_refuses(capsys
 
     title, row = arithmetic("--devices", "16")
     config, limit = llama3_8b(), int(jax_share() * GPUS["h200"].memory_bytes)
-    degrees = new_degrees(config, TASKS["gpt"], 16, limit=limit)
+    degrees = new_degrees(config, NextToken(config), 16, limit=limit)
     named = ", ".join(f"{role} {n}" for role, n in vars(degrees).items() if n > 1)
     assert f" 16 x h200: {named}; remat " in title
     *_, peak, formula = row.split()

@@ -77,7 +77,7 @@ def keep_degrees(mesh: MeshConfig, num_devices: int, former: FormerMesh | None) 
     """The degrees of a run that goes on, if they fit the flags; None if they must be chosen."""
     if former is None:
         return None
-    fits = given_degrees(mesh).items() <= former.degrees.items()
+    fits = mesh.given.items() <= former.degrees.items()
     fits &= math.prod(former.degrees.values()) == num_devices
     return Degrees(**former.degrees) if fits and set(former.degrees) == set(ROLES) else None
 
@@ -120,11 +120,6 @@ def given_order(mesh: MeshConfig) -> tuple[str, ...] | None:
     return resolve_order(mesh.order[0] if len(mesh.order) == 1 else mesh.order)
 
 
-def given_degrees(mesh: MeshConfig) -> dict[str, int]:
-    """The degrees that are given."""
-    return {name: degree for name, degree in mesh.degrees.items() if degree is not None}
-
-
 def algorithms(platform: str | None) -> Mapping[str, Algorithm]:
     """How the devices of a platform divide collectives into messages."""
     return GLOO if platform == "cpu" else NCCL
@@ -150,7 +145,7 @@ def transfers(degrees: Degrees, call: Mapping[str, Any]) -> tuple[Transfer, ...]
 
 def _misfit(mesh: MeshConfig, num_devices: int) -> InputError:
     """The error about degrees whose product does not fit the number of devices."""
-    sizes = given_degrees(mesh)
+    sizes = mesh.given
     product = math.prod(sizes.values())
     must, use = "divide", "Change a degree, or use"
     if mesh.ring is not None:

@@ -77,27 +77,14 @@ def _adamw(
     config: OptimizerConfig, rate: Any, weights: Mapping[str, Weight], partition: Partition | None
 ) -> optax.GradientTransformation:
     del partition
-    return optax.adamw(
-        rate,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=partial(_decayed, weights),
-    )
+    return optax.adamw(rate, eps=config.epsilon, **_decays(config, weights))
 
 
 def _lion(
     config: OptimizerConfig, rate: Any, weights: Mapping[str, Weight], partition: Partition | None
 ) -> optax.GradientTransformation:
     del partition
-    return optax.lion(
-        rate,
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=partial(_decayed, weights),
-    )
+    return optax.lion(rate, **_decays(config, weights))
 
 
 def _muon(
@@ -112,6 +99,16 @@ def _muon(
     )
     adamw = _adamw(config, rate, weights, partition)
     return optax.partition({"muon": muon, "adamw": adamw}, partial(_rules, weights))
+
+
+def _decays(config: OptimizerConfig, weights: Mapping[str, Weight]) -> dict[str, Any]:
+    """The decays of moments and weights, as optax names them."""
+    return {
+        "b1": config.beta1,
+        "b2": config.beta2,
+        "weight_decay": config.weight_decay,
+        "mask": partial(_decayed, weights),
+    }
 
 
 OPTIMIZERS = {"adamw": _adamw, "lion": _lion, "muon": _muon}
