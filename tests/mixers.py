@@ -1,9 +1,11 @@
 """Checks of models whose layers have recurrences, such as linear attention or Mamba-2."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import startrail_jax as st
@@ -30,6 +32,25 @@ def losses_of(program, state):
         return place(made, program.batch_sharding)
 
     return run_steps(program, state, map(batch, range(program.config.steps)))[0]
+
+
+def program_fixtures(config):
+    """The program of a config on some degrees, with changes; and two fixtures of a module: its
+    first state, and the losses of one device that begins with it."""
+
+    @functools.cache
+    def program(degrees, **changes):
+        return make_program(dataclasses.replace(config, **changes), degrees)
+
+    @pytest.fixture(scope="module")
+    def initial_state():
+        return jax.device_get(program(st.Degrees()).initialise())
+
+    @pytest.fixture(scope="module")
+    def one_device(initial_state):
+        return losses_of(program(st.Degrees()), initial_state)
+
+    return program, initial_state, one_device
 
 
 def whole_pass(config, weights, tokens):

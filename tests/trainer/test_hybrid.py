@@ -1,7 +1,6 @@
 """Steps of a hybrid of linear attention and attention with experts: one loss on every mesh."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 import fake_jla
 import startrail_jax as st
-from mixers import END, check_greedy_tokens, check_saved_bytes, losses_of
+from mixers import END, check_greedy_tokens, check_saved_bytes, losses_of, program_fixtures
 from models.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
 from programs import (
     SMALL,
@@ -51,19 +50,7 @@ CONFIG = make_config(
 )
 
 
-@functools.cache
-def make_program(degrees, **changes):
-    return program_of(dataclasses.replace(CONFIG, **changes), degrees)
-
-
-@pytest.fixture(scope="module")
-def initial_state():
-    return jax.device_get(make_program(st.Degrees()).initialise())
-
-
-@pytest.fixture(scope="module")
-def one_device(initial_state):
-    return losses_of(make_program(st.Degrees()), initial_state)
+make_program, initial_state, one_device = program_fixtures(CONFIG)
 
 
 # The first row is fast, and has what differs from a model of attention: rings and teams of linear

@@ -1,15 +1,12 @@
 """Models with layers of Mamba-2: one loss on every mesh, text, adapters, plans and refusals."""
 
-import dataclasses
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 import startrail_jax as st
 import train
-from mixers import check_greedy_tokens, check_saved_bytes, losses_of
+from mixers import check_greedy_tokens, check_saved_bytes, losses_of, program_fixtures
 from models.config import ExpertsConfig
 from models.parts.ssd import SSDConfig
 from plan import find_run
@@ -35,19 +32,7 @@ CONFIG = make_config(
 )
 
 
-@functools.cache
-def make_program(degrees, **changes):
-    return program_of(dataclasses.replace(CONFIG, **changes), degrees)
-
-
-@pytest.fixture(scope="module")
-def initial_state():
-    return jax.device_get(make_program(st.Degrees()).initialise())
-
-
-@pytest.fixture(scope="module")
-def one_device(initial_state):
-    return losses_of(make_program(st.Degrees()), initial_state)
+make_program, initial_state, one_device = program_fixtures(CONFIG)
 
 
 # The first row is fast, and has more devices along `tensor` than groups.
