@@ -18,7 +18,6 @@ from trainer.gpt.config import DataConfig, attention_of
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling
-from trainer.parallel.step_sizes import footprint
 
 END = 7  # Ends a document.
 
@@ -96,5 +95,5 @@ def check_saved_bytes(model, remat, degrees):
     step = program.train_step.__wrapped__
     jaxpr = jax.make_jaxpr(step)(program.state_shapes, program.batch_shapes)
     arrays = saved_by_layers(jaxpr.jaxpr, turns)
-    formula = footprint(config, program.objective, degrees)["saved for the backward pass"]
+    formula = program.memory()["saved for the backward pass"]
     assert formula == turns * sum(x.size * x.dtype.itemsize for x in arrays)

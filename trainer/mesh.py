@@ -14,13 +14,13 @@ from startrail_jax.devices.nodes import nodes_of
 from startrail_jax.errors import InputError, UserError
 from trainer.config import MeshConfig, TrainConfig
 from trainer.objective import Objective
+from trainer.parallel.abstract_step import AbstractStep, step_limit
 from trainer.parallel.degrees import (
     choose_order,
     default_degrees,
     describe_nodes,
     keep_degrees,
 )
-from trainer.parallel.step_sizes import SURE, chosen_step, step_limit
 from trainer.planner.here import known_gpu
 from trainer.planning import Planner
 from trainer.run.commands import command
@@ -156,10 +156,9 @@ def new_degrees(
 def _fits(config: TrainConfig, objective: Objective, degrees: st.Degrees, limit: int) -> bool:
     """True if a run can have these degrees, and a step surely fits the memory."""
     try:
-        _, size = chosen_step(config, objective, degrees, limit)
+        return AbstractStep.of_degrees(config, objective, degrees, limit).fits(limit)
     except UserError:
         return False
-    return size.device_bytes <= SURE * limit
 
 
 def advice(

@@ -19,9 +19,8 @@ from startrail_jax.errors import InputError, UserError
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
+from trainer.parallel.abstract_step import AbstractStep, step_limit
 from trainer.parallel.degrees import given_order
-from trainer.parallel.splits import check_parts
-from trainer.parallel.step_sizes import chosen_step, step_limit
 from trainer.planner.documents import DocumentForecast, forecasts, sample, visible_shares
 from trainer.planner.grid import ORDERS, Call, Settings, all_settings
 from trainer.planner.hardware import Cluster
@@ -205,10 +204,8 @@ class Planner:
     def _size(self, objective: Objective, mesh: st.Degrees, limit: int) -> tuple[str, int] | None:
         """What a run recomputes on a mesh, and the memory of a step; None if it cannot have it."""
         try:
-            if self.config.whole_documents:
-                check_parts(self.config, mesh)
-            remat, size = chosen_step(self.config, objective, mesh, limit)
-            return remat, size.device_bytes
+            step = AbstractStep.of_degrees(self.config, objective, mesh, limit)
+            return step.remat, step.memory().device_bytes
         except UserError:
             return None
 

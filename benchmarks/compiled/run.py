@@ -51,9 +51,9 @@ from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from train import read_command_line
 from trainer.config import TrainConfig
 from trainer.mesh import new_degrees
+from trainer.parallel.abstract_step import AbstractStep
 from trainer.parallel.checks import make_attention
 from trainer.parallel.step import Program
-from trainer.parallel.step_sizes import chosen_step
 from trainer.planner.hardware import GPUS
 from trainer.planner.here import jax_share
 from trainer.planner.quantities import GIB
@@ -95,7 +95,8 @@ def run_step(args: argparse.Namespace, config: TrainConfig) -> None:
     limit = int(jax_share() * GPUS[GPU_OF_TARGET.get(target, target)].memory_bytes)
     degrees = new_degrees(config, objective, num_devices, limit=limit)
     # Raises what train.py would raise on such a mesh.
-    remat, formula = chosen_step(config, objective, degrees, limit)
+    abstract = AbstractStep.of_degrees(config, objective, degrees, limit)
+    remat, formula = abstract.remat, abstract.memory()
     config = replace(config, remat=remat)
     print(
         f"{args.program}, {config.num_tokens} tokens, {num_devices} x {target}: "

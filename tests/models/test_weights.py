@@ -19,8 +19,8 @@ from programs import make_config, make_program
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import LoraConfig
+from trainer.parallel.abstract_step import AbstractStep
 from trainer.parallel.partition import Partition, path_name, split_adapters
-from trainer.parallel.step_sizes import step_sizes
 from trainer.tasks import TASKS
 
 pytestmark = pytest.mark.quick
@@ -115,7 +115,7 @@ def test_weights_that_are_not_declared_are_refused(monkeypatch):
     sizes = dataclasses.replace(objective(config).sizes, weights=changed)
     monkeypatch.setattr(objective, "sizes", sizes)
     with refused(InputError, "for norm/scale, of shape"):
-        step_sizes(config, objective(config), st.Degrees())
+        AbstractStep.of_degrees(config, objective(config), st.Degrees()).memory()
 
 
 # Options of layers, without those that are called as a weight.

@@ -13,6 +13,7 @@ from refusals import refused
 from startrail_jax.errors import InputError
 from trainer.config import Distributed, MeshConfig, OptimizerConfig
 from trainer.mesh import advice, choose_mesh, mesh_of_flags, new_degrees
+from trainer.parallel.abstract_step import AbstractStep
 from trainer.run.commands import command
 from trainer.run.folder import FormerMesh
 from trainer.session import joined
@@ -68,9 +69,9 @@ def test_fewer_shards_of_the_batch_are_taken_if_more_do_not_fit(monkeypatch):
     sizes = {4: 3, 2: 1}
 
     def step(config, objective, degrees, limit):
-        return "none", SimpleNamespace(device_bytes=sizes[degrees.data])
+        return SimpleNamespace(fits=lambda limit: sizes[degrees.data] < limit)
 
-    monkeypatch.setattr("trainer.mesh.chosen_step", step)
+    monkeypatch.setattr(AbstractStep, "of_degrees", step)
     assert chosen(limit=2) == {"data": 2, "head": 4}
 
 

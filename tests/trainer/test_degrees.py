@@ -16,8 +16,8 @@ from startrail_jax.traffic.settings import all_degrees
 from trainer.config import MeshConfig
 from trainer.gpt.objective import NextToken
 from trainer.mesh import new_degrees
+from trainer.parallel.abstract_step import AbstractStep
 from trainer.parallel.degrees import choose_order, default_degrees, describe_nodes, keep_degrees
-from trainer.parallel.step_sizes import footprint
 from trainer.planner.hardware import GPUS
 from trainer.planner.here import jax_share
 from trainer.run.folder import read_mesh, save_degrees
@@ -161,7 +161,7 @@ def test_estimate_refuses_what_the_program_refuses():
     for degrees in all_degrees(4, roles=ROLES):
         attempts = (
             lambda degrees=degrees: make_program(config, degrees),
-            lambda degrees=degrees: footprint(config, objective, degrees),
+            lambda degrees=degrees: AbstractStep.of_degrees(config, objective, degrees).memory(),
         )
         messages = []
         for attempt in attempts:

@@ -24,7 +24,7 @@ from programs import (
 from startrail_jax.xla.compiler import offload_options
 from trainer.config import AttentionConfig, LoraConfig
 from trainer.gpt.config import DataConfig
-from trainer.parallel import step_sizes
+from trainer.parallel.abstract_step import AbstractStep
 from trainer.parallel.state import batch_shapes, bytes_of_device, describe_memory
 from trainer.planner import step as planner_step
 from trainer.planner.memory import FORWARD, LAYER, LOSS, Footprint, Part, footprint_of
@@ -55,7 +55,11 @@ CASES = {
 
 
 def footprint(config, degrees):
-    return step_sizes.footprint(config, TASKS[config.kind].make_objective(config), degrees)
+    return abstract_step(config, degrees).memory()
+
+
+def abstract_step(config, degrees):
+    return AbstractStep.of_degrees(config, TASKS[config.kind].make_objective(config), degrees)
 
 
 def case(name, **changes):
@@ -131,7 +135,7 @@ def test_gradients_of_the_compiled_step_are_exact(name):
 def test_parameters_of_the_recipes(recipe, expected):
     """Llama 2 7B, Llama 3 8B, Qwen3 8B and Wan 2.1 have the same numbers."""
     config = RECIPES[recipe]()
-    sizes = step_sizes.step_sizes(config, TASKS[config.kind].make_objective(config), st.Degrees())
+    sizes = abstract_step(config, st.Degrees()).sizes
     assert sizes.whole_elements == sizes.shard_elements == expected
 
 
@@ -294,8 +298,7 @@ def test_layers_of_a_period_have_all_their_gradients_at_a_time():
 def test_two_rounds_under_a_full_mask_add_results_of_16_bits():
     """dit_1b in a ring of 2: eleven arrays of a query unit, where a causal mask has 14."""
     config, degrees = RECIPES["dit_1b"](), st.Degrees.startrail(32, c=4)
-    objective = TASKS[config.kind].make_objective(config)
-    sizes = step_sizes.step_sizes(config, objective, degrees)
+    sizes = abstract_step(config, degrees).sizes
     assert not sizes.model.causal
     unit, shard = 65_536 * 1536 * 2, 16_384 * 1536 * 2
 
@@ -329,8 +332,7 @@ def test_gradients_and_moved_weights_are_of_different_phases():
 def test_planner_moves_the_weights_that_a_run_moves(model, tensor):
     config, degrees = RECIPES[model](), st.Degrees(tensor=tensor, ring=8)
     config = dataclasses.replace(config, zero=2)
-    objective = TASKS[config.kind].make_objective(config)
-    exact = step_sizes.step_sizes(config, objective, degrees).moved_elements
+    exact = abstract_step(config, degrees).sizes.moved_elements
     call = types.SimpleNamespace(model=MODELS[model])
     settings = types.SimpleNamespace(tensor=np.int64(tensor), replicas=np.int64(8))
     assert planner_step._moved_elements(call, settings) == exact
@@ -345,14 +347,27 @@ def test_tokens_are_sent_to_experts_where_these_are_more_bytes():
         found = {}
         for way in ("auto", "gather", "dispatch"):
             config = dataclasses.replace(recipe, seq_len=8 * tokens, experts=way)
-            objective = TASKS[config.kind].make_objective(config)
-            found[way] = step_sizes.step_sizes(config, objective, st.Degrees(head=4, ring=2))
+            found[way] = abstract_step(config, st.Degrees(head=4, ring=2)).sizes
         assert found["auto"].expert_shards == (8 if sends else 1)
         few, all_of_them = found["dispatch"], found["gather"]
         assert all_of_them.layer_elements - few.layer_elements == weights * 7 // 8
         assert all_of_them.turn_trained - few.turn_trained == weights * 7 // 8
         assert MODELS["qwen3_30b_a3b"].dispatches(tokens, 8, 1) == sends
         assert not MODELS["qwen3_30b_a3b"].dispatches(tokens, 3, 1)
+
+
+def test_tokens_that_are_sent_to_experts_are_those_of_a_part():
+    """Of eight rows of whole documents, or of eight parts of accumulation."""
+    recipe = RECIPES["qwen3_30b_a3b_1m"]()
+    config = dataclasses.replace(recipe, seq_len=8 * 20_000, batch_size=8)
+    documents = dataclasses.replace(config.data, batches="documents", mask_documents=True)
+    for changes, sends in (
+        ({}, False),
+        ({"gradient_accumulation": 8}, True),
+        ({"data": documents}, True),
+    ):
+        step = abstract_step(dataclasses.replace(config, **changes), st.Degrees(head=4, ring=2))
+        assert step.partition.dispatches is sends
 
 
 def test_only_the_largest_phase_counts():

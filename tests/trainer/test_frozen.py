@@ -31,7 +31,6 @@ from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.objective import NextToken
-from trainer.parallel import step_sizes
 from trainer.parallel.optimizer import make_optimizer
 from trainer.parallel.partition import path_name
 from trainer.parallel.state import bytes_of_device, describe_state
@@ -165,7 +164,7 @@ def test_frozen_weights_have_no_moments_and_no_gradients():
     mlp, head = {"64x80xf32", "80x64xf32"}, {"64x96xf32", "96x64xf32"}
     assert not products & (mlp | head)
 
-    formula = step_sizes.footprint(config, program.objective, st.Degrees())
+    formula = program.memory()
     assert formula.state_bytes == bytes_of_device(shapes)
     assert formula["frozen weights"] == bytes_of_device(shapes.frozen)
     trained = bytes_of_device(shapes.weights)
@@ -187,7 +186,7 @@ def test_diffusion_transformers_keep_frozen_weights_out_of_the_average(make):
     program = make_program(config, st.Degrees(data=2))
     shapes = program.state_shapes
     assert set(shapes.average) == set(shapes.weights) == set(shapes.model) - set(shapes.frozen)
-    exact = step_sizes.footprint(config, program.objective, st.Degrees(data=2))
+    exact = program.memory()
     assert exact.state_bytes == bytes_of_device(shapes)
     assert named_shapes(shapes.result) == named_shapes(shapes.model)
     text = program.train_step.lower(shapes, program.batch_shapes).as_text()

@@ -28,7 +28,6 @@ from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
 from trainer.gpt.lora import peft_config
 from trainer.gpt.pretrained.initial import open_pretrained
-from trainer.parallel import step_sizes
 from trainer.parallel.state import bytes_of_device, describe_state
 from trainer.pretrained import import_pretrained
 from trainer.pretrained import read_command_line as read_import
@@ -124,7 +123,7 @@ def test_frozen_weights_have_no_gradient_and_no_wide_copy():
     assert "64x4xf32" in products  # The gradient of an adapter.
     assert not products & {f"{a}x{b}xf32" for a, b in [(64, 80), (80, 64), (64, 96), (96, 64)]}
 
-    formula = step_sizes.footprint(config, program.objective, st.Degrees())
+    formula = program.memory()
     assert formula.state_bytes == bytes_of_device(shapes)
     assert formula["frozen weights"] == bytes_of_device(shapes.frozen)
     adapters = bytes_of_device(shapes.weights)

@@ -13,7 +13,6 @@ from gpu_compiler import needs_gpu_compiler
 from programs import compile_gradients, compile_step, make_config, make_program, weight_shapes
 from startrail_jax.analysis import hlo
 from trainer.gpt.config import DataConfig
-from trainer.parallel.step_sizes import footprint
 from trainer.planner.hardware import GPUS
 
 pytestmark = [pytest.mark.slow, needs_gpu_compiler]
@@ -74,7 +73,7 @@ def test_attention_that_is_saved_is_not_computed_again(remat, times):
 def test_offload_moves_what_is_saved_to_the_host(degrees):
     """The input of a layer, the output of attention, once, and its log-sum-exp."""
     program, _ = compiled(degrees, offload=True)
-    saved = footprint(program.config, program.objective, degrees).host_bytes
+    saved = program.memory().host_bytes
     assert saved == LAYERS * TOKENS * (2 * 1024 * 2 + 8 * 4)
     kept, offloaded = memory(degrees=degrees), memory(degrees=degrees, offload=True)
     assert kept.host_temp_size_in_bytes == 0
@@ -87,7 +86,7 @@ def test_moments_on_the_host_take_no_memory_of_the_device():
     for offloads in (False, True):
         program = compiled(offload_optimizer=offloads)[0]
         memory = compile_step(program).memory_analysis()
-        formula = footprint(program.config, program.objective, STARTRAIL)
+        formula = program.memory()
         stays = numbers * offloads
         assert memory.host_argument_size_in_bytes == formula.host_bytes - stays
         assert memory.argument_size_in_bytes - stays == formula.state_bytes + formula["batch"]

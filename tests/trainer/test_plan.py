@@ -35,9 +35,9 @@ from trainer.gpt.pretrained.plan_model import (
     WITHOUT_GATE,
     find_model,
 )
+from trainer.parallel.abstract_step import AbstractStep
 from trainer.parallel.degrees import default_degrees
 from trainer.parallel.flops import PEAK_FLOPS
-from trainer.parallel.step_sizes import footprint
 from trainer.planner.gpt import sizes_of_gpt
 from trainer.planner.hardware import GPUS
 from trainer.planner.search import Search
@@ -529,7 +529,7 @@ def test_memory_is_that_of_the_program(words, gpu):
     config = trained(found.command)
     objective = TASKS[config.kind].make_objective(config)
     # This also raises what the first step would raise.
-    exact = footprint(config, objective, found.frugal.degrees)
+    exact = AbstractStep.of_degrees(config, objective, found.frugal.degrees).memory()
     assert found.frugal.memory_bytes == pytest.approx(exact.device_bytes, rel=0.02)
     assert found.frugal.host_bytes == exact.host_bytes
 

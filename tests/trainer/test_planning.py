@@ -20,7 +20,7 @@ from trainer import planning
 from trainer.config import AttentionConfig, Distributed, LoraConfig, MeshConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.mesh import choose_mesh
-from trainer.parallel.step_sizes import SURE, chosen_step, footprint, step_limit
+from trainer.parallel.abstract_step import SURE, AbstractStep, step_limit
 from trainer.planner.hardware import GPUS, Cluster
 from trainer.planner.search import REMAT
 from trainer.planning import Planner
@@ -89,11 +89,12 @@ def test_remat_is_the_first_that_fits():
     objective, degrees = TASKS[config.kind].make_objective(config), st.Degrees(ring=8)
 
     def size(remat):
-        return footprint(dataclasses.replace(config, remat=remat), objective, degrees).device_bytes
+        run = dataclasses.replace(config, remat=remat)
+        return AbstractStep.of_degrees(run, objective, degrees).memory().device_bytes
 
     def chosen(limit, **changes):
         run = dataclasses.replace(config, **changes)
-        return chosen_step(run, objective, degrees, limit)[0]
+        return AbstractStep.of_degrees(run, objective, degrees, limit).remat
 
     sizes = [size(remat) for remat in REMAT]
     assert sizes == sorted(sizes, reverse=True)
@@ -178,12 +179,12 @@ def test_the_slowest_mesh_is_found_if_no_other_fits(monkeypatch):
     """All of them are looked at, however many there are."""
     sizes = []
 
-    def chosen_step(config, objective, degrees, limit):
+    def of_degrees(config, objective, degrees, limit):
         sizes.append(degrees)
-        size = len(sizes) if given is None else degrees != given
-        return REMAT[-1], SimpleNamespace(device_bytes=size)
+        size = SimpleNamespace(device_bytes=len(sizes) if given is None else degrees != given)
+        return SimpleNamespace(remat=REMAT[-1], memory=lambda: size)
 
-    monkeypatch.setattr(planning, "chosen_step", chosen_step)
+    monkeypatch.setattr(AbstractStep, "of_degrees", of_degrees)
     many, given = dataclasses.replace(TWO_NODES, nodes=8), None
     asked = planner(batch_size=8, seq_len=256)
     with refused(InputError, "--plan use needs"):

@@ -27,7 +27,7 @@ from startrail_jax.errors import InputError
 from trainer import planning, tasks
 from trainer.config import OptimizerConfig
 from trainer.gpt.pretrained.plan_model import is_file_model
-from trainer.parallel.step_sizes import footprint, step_sizes
+from trainer.parallel.abstract_step import AbstractStep
 from trainer.planner.hardware import GPUS, Cluster
 from trainer.run.settings import save_config
 
@@ -85,12 +85,12 @@ def test_third_task_is_planned(config, monkeypatch, capsys):
 def test_sizes_of_a_third_task_are_its_own(config):
     """It has neither the vocabulary of a GPT in front of a causal mask, nor modulated layers."""
     objective = LettersTask().make_objective(config)
-    sizes = step_sizes(config, objective, st.Degrees()).model
+    sizes = AbstractStep.of_degrees(config, objective, st.Degrees()).sizes.model
     assert (sizes.causal, sizes.modulated, sizes.mlp_matrices) == (False, False, 2)
     model = objective.sizes
     weights = jax.tree.leaves(make_program(config, st.Degrees()).state_shapes.weights["blocks"])
     assert model.matrices == sum(x.size for x in weights)
-    assert footprint(config, objective, st.Degrees()).device_bytes > 0
+    assert AbstractStep.of_degrees(config, objective, st.Degrees()).memory().device_bytes > 0
 
 
 def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path):

@@ -34,7 +34,8 @@ def make_partition(
     partition = Partition(
         mesh, objective.weights, config.zero, config.zero_axes, config.model.dtype
     )
-    tokens = config.batch_size * config.num_tokens // config.gradient_accumulation
+    parts = parts_of_batch(config, mesh.shape["data"])
+    tokens = config.batch_size * config.num_tokens // parts
     tokens //= partition.size(partition.replicas)
     devices, tensor = (partition.size(x) for x in (partition.zero, partition.tensor))
     sizes = objective.sizes
@@ -45,6 +46,13 @@ def make_partition(
             f"{devices} devices and {sizes.experts} experts. Use --experts gather."
         )
     return replace(partition, dispatches=dispatches)
+
+
+def parts_of_batch(config: TrainConfig, data: int) -> int:
+    """Parts of a batch that are computed one after another, on `data` shards of it."""
+    if config.whole_documents:  # The most that there can be: each has a row of tokens.
+        return max(config.batch_size // data, 1)
+    return config.gradient_accumulation
 
 
 def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> None:

@@ -27,22 +27,20 @@ from trainer.config import TrainConfig
 from trainer.data.batches import shardings
 from trainer.data.parts import PartBatch
 from trainer.objective import Objective
-from trainer.parallel.checks import check_step, make_partition
-from trainer.parallel.optimizer import learning_rate, make_optimizer
+from trainer.parallel.abstract_step import AbstractStep, step_limit
+from trainer.parallel.optimizer import learning_rate
 from trainer.parallel.ordering import gradient_first
 from trainer.parallel.partition import join_frozen, split_adapters, split_frozen
-from trainer.parallel.remat import Remat, rematerialised
+from trainer.parallel.remat import rematerialised
 from trainer.parallel.sharded_model import ShardedModel
-from trainer.parallel.splits import check_parts, make_parts
+from trainer.parallel.splits import make_parts
 from trainer.parallel.state import (
     TrainState,
     batch_shapes,
     initial_state,
     moved,
-    state_shapes,
     updated_average,
 )
-from trainer.parallel.step_sizes import chosen_step, footprint, step_limit
 from trainer.parallel.tiling import summed_in_tiles
 from trainer.planner.memory import REPEATS_MLP, SAVED
 
@@ -61,53 +59,35 @@ class StepMetrics(NamedTuple):
     """The metrics of `Objective.metric_names`."""
 
 
-class Program:
+class Program(AbstractStep):
     """The compiled functions of a run, on one mesh."""
 
     def __init__(self, config: TrainConfig, attention: Attention, objective: Objective) -> None:
         """Prepares the functions; each is compiled when it is first called."""
         mesh: Any = attention.mesh
-        self.config = config
-        self.attention = attention
-        self.objective = objective
         prepared = jax.eval_shape(
             partial(objective.prepare, training=True), objective.batch_shapes(attention.layout)
         )
         self.tokens_shape: tuple[int, int] = prepared.weights.shape
         """(B, T) of a batch, with the tokens that fill a row up to a length of the layout."""
-        self.partition = make_partition(mesh, config, objective)
-        self.optimizer = objective.make_optimizer(
-            make_optimizer(config.optimizer, config.steps, objective.weights, self.partition)
-        )
         platform, _ = device_kind(mesh)
         if config.offload and platform != "cuda":
             raise UnsupportedError(
                 "offload needs GPUs, which have memory of their own; got devices of platform "
                 f"{platform!r}. Leave --offload out."
             )
-        check_step(config, attention.degrees, self.partition)
-        self.remat: Remat
-        """What layers recompute."""
-        if config.remat == "auto":
-            limit = step_limit(mesh.devices.ravel().tolist())
-            self.remat, _ = chosen_step(config, objective, attention.degrees, limit)
-        else:
-            self.remat = config.remat
+        limit = step_limit(mesh.devices.ravel().tolist()) if config.remat == "auto" else None
+        super().__init__(config, attention, objective, limit)
         self._model = self._sharded_model(attention)
         self.parts = None
         """How batches are divided whose documents are whole; None for batches of rows."""
         # The models that parts of a training batch run: they differ in their attention alone.
         self._models = (self._model,)
         if config.whole_documents:
-            check_parts(config, attention.degrees)
             self.parts, attentions = make_parts(config, attention, objective)
             self._models = tuple(
                 self._model if x is attention else self._sharded_model(x) for x in attentions
             )
-        self.state_shapes = state_shapes(
-            config, self.optimizer, self._model.weight_shapes, self.partition
-        )
-        """Shapes and shardings of the state, to compile without it, and to restore it with."""
         if not optax.tree.get_all_with_path(self.state_shapes.optimizer, "count"):
             raise InputError(
                 "The state of an optimizer must count its updates, as with a learning rate that is "
@@ -140,7 +120,7 @@ class Program:
     def _offload_options(self) -> dict[str, bool | int]:
         config, options = self.config, {}
         if config.offload:
-            memory = footprint(config, self.objective, self.attention.degrees)
+            memory = self.memory()
             options |= offload_options(
                 device_bytes=memory.device_bytes - memory.state_bytes - memory["batch"],
                 host_bytes=memory[SAVED],

@@ -8,7 +8,7 @@ compiled for GPUs, of recipes and of settings drawn at random, took 0.91 to 1.15
 (`benchmarks/compiled/run.py`).
 
 This module is arithmetic, also on NumPy arrays: degrees, and all that depends on them, may have an
-element for each setting. `trainer/parallel/step_sizes.py` finds the sizes of a run.
+element for each setting. `trainer/parallel/abstract_step.py` finds the sizes of a run.
 
 References: ZeRO's arithmetic, https://arxiv.org/abs/1910.02054; activations of a transformer,
 https://arxiv.org/abs/2205.05198.
