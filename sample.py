@@ -43,13 +43,14 @@ def sample(arguments: list[str]) -> None:
     run_dir, config, command = read_command_line(arguments)
     # Imported here, as they import jax: `--help` and a mistyped flag must be fast.
     from trainer.mesh import mesh_of_flags
-    from trainer.session import joined
+    from trainer.session import agree, joined
 
-    options, kind = command.settings, f"a run of kind {config.kind}"
+    options = command.settings
     adapts = (options.devices, options.mesh) == (config.devices, config.mesh)
-    with joined(command.distributed, options, kind=kind, folder=run_dir, adapts=adapts) as session:
+    with joined(command.distributed, options.devices, run_dir, adapts=adapts) as session:
+        former = agree(options, kind=f"a run of kind {config.kind}", folder=run_dir)
         mesh, lines = mesh_of_flags(
-            options.mesh, session.devices, session.former, config.attention_call, adapts=adapts
+            options.mesh, session.devices, former, config.attention_call, adapts=adapts
         )
         for line in (*session.description, *lines):
             session.note(line)

@@ -22,11 +22,10 @@ import trainer.packages  # noqa: F401  First: it says what is not installed.
 # isort: split
 
 import difflib
-import itertools
 import sys
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from configs import RECIPES
 from startrail_jax.errors import InputError
@@ -39,19 +38,12 @@ from trainer.command_line import (
 from trainer.config import Distributed, TrainConfig
 from trainer.places import require_there
 from trainer.printable import say
-from trainer.run.commands import command
-from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
+from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.run.trackers import require_packages
 from trainer.tasks import TASKS, load_train_config, pretrained
 
-
-class Losses(NamedTuple):
-    """The losses of a run: means over tokens."""
-
-    train: list[float]
-    """Loss of every step that this program did, before its update."""
-    validation: float | None
-    """Loss after the last step; None if the run was interrupted."""
+if TYPE_CHECKING:
+    from trainer.loop import Losses
 
 
 def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses:
@@ -61,78 +53,74 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         distributed: the processes that share the run; only this process by default. If one of them
             fails, all end at once, with status 1.
     """
-    task, options = TASKS[config.kind], distributed or Distributed()
-    if not options.several:
+    task, processes = TASKS[config.kind], distributed or Distributed()
+    if not processes.several:
         _require_inputs(task, config)
-
-    # Modules that import jax are imported here: `--help` and a mistyped flag must be fast.
-    import jax
-
-    from trainer.checkpoints.checkpoint import Checkpoints
-    from trainer.data.batches import Feed
-    from trainer.loop import Loop
-    from trainer.mesh import choose_mesh
-    from trainer.mirror import Mirror
-    from trainer.parallel.checks import make_attention
-    from trainer.parallel.step import Program
-    from trainer.processes import require_same_data
-    from trainer.run.folder import open_run
-    from trainer.run.interruption import interruption
-    from trainer.run.metrics import Reporter
-    from trainer.run.settings import CHECKPOINTS_FOLDER
-    from trainer.session import joined
-
     if not config.steps:
         raise InputError(
             "steps must be at least 1 for a run that trains; got steps=0. To import a pretrained "
             "model alone, use python -m trainer.pretrained FOLDER."
         )
 
-    kind = f"a config of kind {config.kind}"
-    tokens_per_step = config.batch_size * config.num_tokens
+    # Modules that import jax are imported here: `--help` and a mistyped flag must be fast.
+    from trainer.loop import Losses
+    from trainer.mesh import choose_mesh
+    from trainer.mirror import Mirror
+    from trainer.processes import first_does
+    from trainer.run.metrics import Reporter
+    from trainer.session import agree, former_mesh_of_first, joined
 
-    fetches = config.mirror is not None and config.plan != "show"
+    # Processes. The first of them copies the run to its mirror.
+    with joined(processes, config.devices, config.run_dir, saves_at_sigterm=True) as session:
+        former = agree(config, kind=f"a config of kind {config.kind}", folder=config.run_dir)
+        url = None if config.plan == "show" else config.mirror
+        copies = Mirror(
+            url if session.is_first else None, config.run_dir, keep=config.checkpoint.keep
+        )
+        if url is not None:
+            first_does(copies.fetch)
+            former = former_mesh_of_first(config.run_dir)
 
-    def mirror(copies: bool) -> Mirror:
-        url = config.mirror if copies else None
-        return Mirror(url, config.run_dir, keep=config.checkpoint.keep)
+        tokens_per_step = config.batch_size * config.num_tokens
+        with Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report:
+            for line in session.description:
+                report.line(line)
+            # Mesh.
+            mesh, lines = choose_mesh(config, session.devices, former, task)
+            for line in lines:
+                report.line(line)
+            if config.plan == "show":
+                return Losses([], None)
+            if processes.several:  # Only now do the others hear of what is missing here.
+                _require_inputs(task, config, tracks=session.is_first)
+            return _run(config, mesh, session, copies, report)
 
-    with (
-        joined(
-            options,
-            config,
-            kind=kind,
-            folder=config.run_dir,
-            prepare=(lambda: mirror(True).fetch()) if fetches else None,
-            saves_at_sigterm=True,
-        ) as session,
-        Reporter(steps=config.steps, tokens_per_step=tokens_per_step) as report,
-        ExitStack() as files,
-    ):
-        for line in session.description:
-            report.line(line)
-        # Mesh.
-        mesh, lines = choose_mesh(config, session.devices, session.former, task)
-        for line in lines:
-            report.line(line)
-        if config.plan == "show":
-            return Losses([], None)
-        if options.several:  # Only now do the others hear of what is missing here.
-            _require_inputs(task, config, tracks=session.is_first)
 
-        # Program. Whatever does not fit the mesh is refused now, before there is a run folder.
-        objective = task.make_objective(config)
-        attention = make_attention(mesh, config, objective)
-        program = Program(config, attention, objective)
-        if config.remat == "auto":
-            report.line(f"remat: {program.remat}")
+def _run(config: TrainConfig, mesh: Any, session: Any, copies: Any, report: Any) -> Losses:
+    """Trains on a mesh. Whatever does not fit it is refused before there is a run folder."""
+    import jax
 
-        # Initial weights. Their files are compared with the model before text is tokenised.
-        initial = files.enter_context(task.initial_weights(config, program.state_shapes.base))
+    from trainer.checkpoints.checkpoint import Checkpoints
+    from trainer.data.batches import Feed
+    from trainer.loop import Loop
+    from trainer.parallel.checks import make_attention
+    from trainer.parallel.step import Program
+    from trainer.processes import require_same_data
+    from trainer.run.folder import open_run
+    from trainer.run.interruption import interruption
 
+    # Program.
+    task = TASKS[config.kind]
+    objective = task.make_objective(config)
+    program = Program(config, make_attention(mesh, config, objective), objective)
+    if config.remat == "auto":
+        report.line(f"remat: {program.remat}")
+
+    # Initial weights: their files are compared with the model before text is tokenised.
+    with task.initial_weights(config, program.state_shapes.base) as initial:
         # Data. The layout orders the tokens of a batch on the host.
         with report.phase("reading the data"):
-            data = task.open_data(config, attention.layout)
+            data = task.open_data(config, program.attention.layout)
             require_same_data(data)
         report.line(f"data: {data.description}")
         feed = Feed(
@@ -146,10 +134,11 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         for line in feed.lines:
             report.line(line)
 
+        # Loop, from the newest checkpoint or from the initial weights.
         with (
             open_run(config, writes=session.is_first) as run_dir,
             interruption(several=jax.process_count() > 1) as interrupted,
-            mirror(session.is_first) as copies,
+            copies,
             Checkpoints(
                 run_dir / CHECKPOINTS_FOLDER,
                 keep=config.checkpoint.keep,
@@ -162,21 +151,11 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
         ):
             if session.is_first:
                 data.keep(run_dir)
-            # State: that of the newest checkpoint, or a new one.
             sampler = task.sampler(program, data)
             loop = Loop(program, feed, checkpoints, report, interrupted, initial, sampler)
             done = loop.begin()
             copies.begin(done)
-
-            # Loop, over the steps that are not done yet.
-            if not _run_steps(loop, done):
-                return Losses(loop.losses, None)
-
-            # Result.
-            report.line(f"validation loss {loop.validation_loss:.4f} {data.loss_unit}")
-            later = itertools.count(config.steps + 1)
-            loop.sample(config.steps, lambda: interrupted(next(later)))
-    return Losses(loop.losses, loop.validation_loss)
+            return loop.run(done)
 
 
 def _require_inputs(task: Any, config: TrainConfig, *, tracks: bool = True) -> None:
@@ -187,56 +166,6 @@ def _require_inputs(task: Any, config: TrainConfig, *, tracks: bool = True) -> N
             require_there(name, path)
         if tracks:
             require_packages(config)
-
-
-def _run_steps(loop: Any, done: int) -> bool:
-    """Trains, evaluates and saves; returns whether all is done, False after an interruption."""
-    import jax
-
-    config, interrupted = loop.config, loop.interrupted
-    with ExitStack() as trace:
-        step = done
-        while step < config.steps:
-            step += 1
-            if config.profile and step == max(config.profile[0], done + 1):
-                loop.read_metrics(all_steps=True)
-                trace.enter_context(jax.profiler.trace(config.run_dir / "profile"))
-            loop.step(step)
-            is_last = step == config.steps
-            if (step % config.validation_every == 0 or is_last) and not interrupted(step):
-                loop.evaluate(step)
-                if not interrupted(step):
-                    loop.read_metrics(all_steps=True, validation_loss=loop.validation_loss)
-            loop.read_metrics()
-            if loop.samples_after(step) and not interrupted(step):
-                loop.read_metrics(all_steps=True)
-                loop.sample(step)
-            if config.profile and step == config.profile[1]:
-                loop.read_metrics(all_steps=True)
-                trace.close()
-            stop = interrupted(step)
-            if step % config.checkpoint.every == 0 or is_last or stop:
-                loop.save(step)
-            if is_last and not stop:
-                loop.require_finite_evaluation(step)
-            if stop:
-                loop.checkpoints.wait()
-                loop.report.line(
-                    f"to go on: {command('train.py', config.run_dir / CONFIG_FILE)}, or the same "
-                    "command as before"
-                )
-                loop.report.line(
-                    f"interrupted after step {loop.checkpoints.latest or 0}, which is saved in "
-                    f"{config.run_dir}"
-                )
-                return False
-    if done == config.steps:
-        loop.report.line(
-            f"{config.run_dir} holds all {done} steps; another --run-dir starts a new run"
-        )
-        loop.evaluate(done)
-        return not interrupted(done)
-    return True
 
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:

@@ -181,7 +181,7 @@ def shapes_of(state):
 
 def session_of_one():
     """A program on one device."""
-    return Session(devices=tuple(jax.devices()[:1]), former=None, description=())
+    return Session(devices=tuple(jax.devices()[:1]), description=())
 
 
 def options(program):

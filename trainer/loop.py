@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
 from trainer.parallel.state import TrainState, describe_memory, describe_state, step_bytes
 from trainer.parallel.step import Program, StepMetrics
+from trainer.run.commands import command
 from trainer.run.divergence import Watch
 from trainer.run.folder import (
     FROZEN_FOLDER,
@@ -43,8 +46,17 @@ class _Step(NamedTuple):
     metrics: StepMetrics
 
 
+class Losses(NamedTuple):
+    """The losses of a run: means over tokens."""
+
+    train: list[float]
+    """Loss of every step that this program did, before its update."""
+    validation: float | None
+    """Loss after the last step; None if the run was interrupted."""
+
+
 class Loop:
-    """A run while it trains. `train.py` calls its methods in the order in which they stand here.
+    """A run while it trains: `begin`, then `run`.
 
     On GPUs, the next step runs while `read_metrics` waits for those of the step before. On
     simulated devices it must not, since their programs share the threads of the host and would wait
@@ -63,16 +75,16 @@ class Loop:
     ) -> None:
         """Prepares the loop; `begin` makes its state, with random weights if `initial` is None.
         `interrupted` tells whether to stop after a step: see `trainer.run.interruption`."""
-        self.config = program.config
-        self.checkpoints = checkpoints
-        self.report = report
-        self.interrupted = interrupted
-        self.state: Any = None
-        """Weights and optimizer after the last step."""
-        self.losses: list[float] = []
-        """Training loss of every step whose metrics are read."""
-        self.validation_loss: float = math.nan
-        """Result of the last evaluation; NaN if there was none or it was interrupted."""
+        self._config = program.config
+        self._checkpoints = checkpoints
+        self._report = report
+        self._interrupted = interrupted
+        # Weights and optimizer after the last step.
+        self._state: Any = None
+        # Training loss of every step whose metrics are read.
+        self._losses: list[float] = []
+        # Result of the last evaluation; NaN if there was none or it was interrupted.
+        self._validation_loss: float = math.nan
         self._settings = result_flags(program.config)
         self._program = program
         self._feed = feed
@@ -95,41 +107,41 @@ class Loop:
 
     def begin(self) -> int:
         """Compiles the step, and makes the state or reads it; returns the number of steps done."""
-        config, program, report = self.config, self._program, self.report
-        self.checkpoints.check_space(program.state_shapes.changing)
-        done = self.checkpoints.begin_after()
+        config, program, report = self._config, self._program, self._report
+        self._checkpoints.check_space(program.state_shapes.changing)
+        done = self._checkpoints.begin_after()
         if done:
             with report.phase("reading the checkpoint"):
-                state, self._position = self.checkpoints.restore(
+                state, self._position = self._checkpoints.restore(
                     program.state_shapes.changing, {} if config.allow_changes else self._settings
                 )
                 frozen = restore_frozen(
                     config.run_dir / FROZEN_FOLDER, program.state_shapes.frozen, note=report.line
                 )
-                self.state = state._replace(frozen=frozen)
-            done = self.checkpoints.restored or 0  # Newer ones may be damaged.
+                self._state = state._replace(frozen=frozen)
+            done = self._checkpoints.restored or 0  # Newer ones may be damaged.
             self._feed.set_state(self._position, new_order=config.allow_changes)
             report.line(f"going on with {config.run_dir} after step {done}")
         else:
             if self._initial is not None:
                 report.line(self._initial.description)
             with report.phase("initialising"):
-                self.state = self._initial_state()
+                self._state = self._initial_state()
         if config.profile and done >= config.profile[1]:
             raise InputError(
                 "profile must name steps that are yet to be done; got "
                 f"profile={config.profile} after step {done}. Use --profile {done + 1} {done + 2}."
             )
-        for line in describe_state(self.state):
+        for line in describe_state(self._state):
             report.line(line)
-        if whole := program.partition.unsplit(self.state.model):
+        if whole := program.partition.unsplit(self._state.model):
             report.line(f"whole on every device, since ZeRO cannot split them: {', '.join(whole)}")
         train_step: Any = program.train_step
         # Whether rows have segment ids is said by the data alone: files of tokens may have none.
         batches = self._feed.kinds() if program.parts is None else [program.batch_shapes]
         with report.phase("compiling"):
             for batch in batches:
-                compiled = train_step.lower(self.state, batch).compile()
+                compiled = train_step.lower(self._state, batch).compile()
                 self._train_steps[jax.tree.structure(batch)] = compiled
         analyses = [compiled.memory_analysis() for compiled in self._train_steps.values()]
         analysis = max(analyses, key=step_bytes)
@@ -156,13 +168,13 @@ class Loop:
             if not done:
                 if self._initial is not None and jax.process_index() == 0:
                     self._initial.keep(config.run_dir)
-                self.save_settings()
-                if self.state.frozen is not None:
+                self._save_settings()
+                if self._state.frozen is not None:
                     with report.phase("saving the frozen weights"):
                         save_frozen(
                             config.run_dir / FROZEN_FOLDER,
                             program.state_shapes.frozen,
-                            self.state.frozen,
+                            self._state.frozen,
                             note=report.line,
                         )
         report.training()
@@ -174,52 +186,102 @@ class Loop:
             return program.initialise()
         return program.begin_with(self._initial.read(program.state_shapes.base))
 
-    def step(self, step: int) -> None:
+    def run(self, done: int) -> Losses:
+        """Does the steps after `done`; evaluates, samples and saves on the way and at the end. An
+        interruption ends it after a step, which is saved."""
+        config, interrupted = self._config, self._interrupted
+        with ExitStack() as trace:
+            for step in range(done + 1, config.steps + 1):
+                if config.profile and step == max(config.profile[0], done + 1):
+                    self._read_metrics(all_steps=True)
+                    trace.enter_context(jax.profiler.trace(config.run_dir / "profile"))
+                self._step(step)
+                is_last = step == config.steps
+                if (step % config.validation_every == 0 or is_last) and not interrupted(step):
+                    self._evaluate(step)
+                    if not interrupted(step):
+                        self._read_metrics(all_steps=True, validation_loss=self._validation_loss)
+                self._read_metrics()
+                if self._samples_after(step) and not interrupted(step):
+                    self._read_metrics(all_steps=True)
+                    self._sample(step)
+                if config.profile and step == config.profile[1]:
+                    self._read_metrics(all_steps=True)
+                    trace.close()
+                stops = interrupted(step)
+                if step % config.checkpoint.every == 0 or is_last or stops:
+                    self._save(step)
+                if stops:
+                    self._say_how_to_go_on()
+                    return Losses(self._losses, None)
+        if done < config.steps:
+            self._require_finite_evaluation(config.steps)
+        else:
+            self._report.line(
+                f"{config.run_dir} holds all {done} steps; another --run-dir starts a new run"
+            )
+            self._evaluate(done)
+            if interrupted(done):
+                return Losses(self._losses, None)
+        self._report.line(f"validation loss {self._validation_loss:.4f} {self._feed.loss_unit}")
+        later = itertools.count(config.steps + 1)
+        self._sample(config.steps, lambda: interrupted(next(later)))
+        return Losses(self._losses, self._validation_loss)
+
+    def _say_how_to_go_on(self) -> None:
+        self._checkpoints.wait()
+        run_dir, saved = self._config.run_dir, self._checkpoints.latest or 0
+        self._report.line(
+            f"to go on: {command('train.py', run_dir / CONFIG_FILE)}, or the same command as before"
+        )
+        self._report.line(f"interrupted after step {saved}, which is saved in {run_dir}")
+
+    def _step(self, step: int) -> None:
         """Trains on the next batch."""
         try:
             batch = self._feed.next()
         except Exception:
             # All processes must take part in a save, and the others are in this step already.
             if step > 1 and jax.process_count() == 1:
-                self.save(step - 1)
+                self._save(step - 1)
             raise
         train_step = self._train_steps[jax.tree.structure(batch)]
-        self.state, metrics = train_step(self.state, batch)
+        self._state, metrics = train_step(self._state, batch)
         self._position = self._feed.get_state()
         self._unread.append(_Step(step, self._position, metrics))
 
-    def evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> None:
         """Measures the mean loss of a held-out token, `validation_loss`, unless interrupted."""
-        self.validation_loss = math.nan
-        jax.block_until_ready(self.state)
-        with self.report.pause():
+        self._validation_loss = math.nan
+        jax.block_until_ready(self._state)
+        with self._report.pause():
             # One batch at a time: programs of simulated devices would wait for each other.
             total, weight = 0.0, 0.0
             for batch in self._feed.held_out():
-                if self.interrupted(step):
+                if self._interrupted(step):
                     return
-                new = self._program.losses(self.state.result, batch)
+                new = self._program.losses(self._state.result, batch)
                 total, weight = total + float(new[0]), weight + float(new[1])
-        self.validation_loss = total / weight
+        self._validation_loss = total / weight
 
-    def samples_after(self, step: int) -> bool:
+    def _samples_after(self, step: int) -> bool:
         """Whether samples are due after a step; those of the last step come at the end."""
-        every = self.config.steps_between_samples
-        return every is not None and step % every == 0 and step < self.config.steps
+        every = self._config.steps_between_samples
+        return every is not None and step % every == 0 and step < self._config.steps
 
-    def sample(self, step: int, interrupted: Callable[[], bool] | None = None) -> None:
+    def _sample(self, step: int, interrupted: Callable[[], bool] | None = None) -> None:
         """Prints samples of the model after a step, unless interrupted."""
         if self._sampler is None:
             return
-        jax.block_until_ready(self.state)
-        with self.report.pause("sampling"):
-            stops = interrupted or (lambda: self.interrupted(step))
-            if step < self.config.steps:
-                self.report.line(f"samples after step {step}:")
-            for line in self._sampler(self.state.result, step, stops):
-                self.report.line(line)
+        jax.block_until_ready(self._state)
+        with self._report.pause("sampling"):
+            stops = interrupted or (lambda: self._interrupted(step))
+            if step < self._config.steps:
+                self._report.line(f"samples after step {step}:")
+            for line in self._sampler(self._state.result, step, stops):
+                self._report.line(line)
 
-    def read_metrics(self, *, all_steps: bool = False, **measured: float) -> None:
+    def _read_metrics(self, *, all_steps: bool = False, **measured: float) -> None:
         """Waits for the metrics of the steps (with `all_steps`, of the last one too), and reports
         them. Those `measured` otherwise are reported with the last step."""
         while len(self._unread) > (0 if all_steps else self._ahead):
@@ -229,17 +291,17 @@ class Loop:
     def _read(self, step: _Step, measured: dict[str, float]) -> None:
         number, metrics = step.number, step.metrics
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-        self.losses.append(loss)
+        self._losses.append(loss)
         finite, saved = bool(metrics.finite), None
         if not finite:
-            self.checkpoints.wait()
-            saved = self.checkpoints.latest
+            self._checkpoints.wait()
+            saved = self._checkpoints.latest
         if self._watch.judge(number, loss, norm, finite=finite, saved=saved):
             self._since_report.append(loss)
         else:
             self._skipped += 1
-            self.report.line(f"step {number} skipped: loss {loss}, gradient norm {norm}")
-        if number % self.config.steps_between_reports == 0 and self._since_report:
+            self._report.line(f"step {number} skipped: loss {loss}, gradient norm {norm}")
+        if number % self._config.steps_between_reports == 0 and self._since_report:
             measured = {
                 "train_loss": float(np.mean(self._since_report)),
                 "gradient_norm": norm,
@@ -247,41 +309,42 @@ class Loop:
                 **{name: float(value) for name, value in metrics.others.items()},
                 "memory_bytes": self._memory_bytes,
                 **({"steps_skipped": self._skipped} if self._skipped else {}),
-                **self.checkpoints.take_costs(),
+                **self._checkpoints.take_costs(),
                 **measured,
             }
             self._since_report.clear()
             self._skipped = 0
-        self.report.advance(number, measured or None)
+        self._report.advance(number, measured or None)
 
-    def save(self, step: int) -> None:
+    def _save(self, step: int) -> None:
         """Saves the state and the settings; returns before the files are complete. The weights are
         finite, since no step takes an update that is not."""
-        self.read_metrics(all_steps=True)
-        self.save_settings()
-        self.report.flush()
-        self.checkpoints.save(step, self.state.changing, self._position, self._settings)
+        self._read_metrics(all_steps=True)
+        self._save_settings()
+        self._report.flush()
+        self._checkpoints.save(step, self._state.changing, self._position, self._settings)
 
-    def require_finite_evaluation(self, step: int) -> None:
+    def _require_finite_evaluation(self, step: int) -> None:
         """Raises NonFiniteError if the last evaluation of a run gave no finite loss."""
-        if not math.isfinite(self.validation_loss):
-            self.checkpoints.wait()
+        if not math.isfinite(self._validation_loss):
+            self._checkpoints.wait()
             raise NonFiniteError(
                 "The loss of held-out data must be finite after the last step; got "
-                f"{self.validation_loss} after step {step}. Remove the checkpoint of that step, "
+                f"{self._validation_loss} after step {step}. Remove the checkpoint of that step, "
                 "and go on from an earlier one with a lower --optimizer.learning-rate and "
                 "--allow-changes."
             )
 
-    def save_settings(self) -> None:
+    def _save_settings(self) -> None:
         """Writes mesh.json and config.json; new settings hold from the first save of a run."""
         if jax.process_index() == 0:
-            lasting = replace(self.config, allow_changes=False, profile=None)
+            lasting = replace(self._config, allow_changes=False, profile=None)
             # First: a folder with a config.json alone is that of a run which did not note it.
-            attention, run_dir = self._program.attention, self.config.run_dir
+            attention, run_dir = self._program.attention, self._config.run_dir
             # Whether this program planned the mesh or goes on with one that was planned.
             degrees, former = vars(attention.degrees), read_mesh(run_dir)
-            planned = self.config.plan == "use" or (former is not None and former.order is not None)
+            goes_on = former is not None and former.order is not None
+            planned = self._config.plan == "use" or goes_on
             order = slowest_first(attention.mesh) if planned else None
             with writing(run_dir):
                 save_degrees(run_dir, degrees, order)

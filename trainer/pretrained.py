@@ -48,7 +48,7 @@ def import_pretrained(config: TrainConfig, distributed: Distributed | None = Non
     The `distributed` processes share the work; only this process by default."""
     from trainer.mesh import mesh_of_flags
     from trainer.run.metrics import Reporter
-    from trainer.session import joined
+    from trainer.session import agree, joined
 
     if config.steps:
         raise InputError(
@@ -56,16 +56,13 @@ def import_pretrained(config: TrainConfig, distributed: Distributed | None = Non
             "--init-from trains a pretrained model."
         )
     processes = distributed or Distributed()
-    with (
-        joined(processes, config, kind="an import", folder=config.run_dir) as session,
-        Reporter(steps=0, tokens_per_step=0) as report,
-    ):
-        mesh, lines = mesh_of_flags(
-            config.mesh, session.devices, session.former, config.attention_call
-        )
-        for line in (*session.description, *lines):
-            report.line(line)
-        _import_weights(config, mesh, session, report)
+    with joined(processes, config.devices, config.run_dir) as session:
+        former = agree(config, kind="an import", folder=config.run_dir)
+        mesh, lines = mesh_of_flags(config.mesh, session.devices, former, config.attention_call)
+        with Reporter(steps=0, tokens_per_step=0) as report:
+            for line in (*session.description, *lines):
+                report.line(line)
+            _import_weights(config, mesh, session, report)
 
 
 def _import_weights(config: TrainConfig, mesh: Any, session: Any, report: Any) -> None:

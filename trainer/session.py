@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ from startrail_jax.errors import InputError
 from trainer.config import Distributed
 from trainer.printable import printable, say
 from trainer.processes import (
-    first_does,
     gather,
     require_same_flags,
     select_devices,
@@ -32,8 +31,6 @@ class Session:
 
     devices: tuple[Any, ...]
     """The devices of all processes."""
-    former: FormerMesh | None
-    """The mesh with which the run trained last; None if it is new or not known."""
     description: tuple[str, ...]
     """Lines for the log: GPUs that are not used, and the devices."""
 
@@ -58,47 +55,48 @@ class Session:
 @contextmanager
 def joined(
     distributed: Distributed,
-    settings: Any,
-    *,
-    kind: str,
+    count: int | None,
     folder: Path | None = None,
+    *,
     adapts: bool = False,
-    prepare: Callable[[], None] | None = None,
     saves_at_sigterm: bool = False,
 ) -> Iterator[Session]:
     """Starts the processes of a program, and watches over them until all have left.
 
-    Call it before jax is used. If one process fails, all of them end with status 1. Processes
-    compare their settings, which are of `kind`, but for paths and `allow_changes`. In the run
-    folder they find the mesh with which it trained last, and each other's errors; the first one
-    may complete it (`prepare`) while the others wait. With `adapts`, all devices are used where
-    there are fewer than the settings say.
+    Call it before jax is used. If one process fails, all of them end with status 1, and find each
+    other's errors in the run folder. They use `count` devices, or all; with `adapts`, all of them
+    where there are fewer.
     """
     with together(distributed, folder, saves_at_sigterm=saves_at_sigterm):
         processes, remarks = distributed.known_processes, []
         try:
-            devices = select_devices(settings.devices, processes=processes)
+            devices = select_devices(count, processes=processes)
         except InputError:
             if not adapts:
                 raise
             devices = select_devices(None, processes=processes)
-            remarks.append(f"the run had {settings.devices} devices: all of these are used instead")
-        # Read before the processes meet, and so before the first of them writes anything.
-        former = None if folder is None else read_mesh(folder)
-        flags = {
-            "kind": kind,
-            **flags_of(settings, but={"allow_changes", *names_of_paths(settings)}),
-        }
-        flags["former mesh"] = f"a run that was trained with the mesh {former}"
-        require_same_flags(flags)
-        if prepare is not None and folder is not None:
-            first_does(prepare)
-            # File systems of several machines show a new file to some of them later.
-            former = read_mesh(folder)
-            found = gather(None if former is None else [former.degrees, former.order])[0]
-            former = None if found is None else FormerMesh(found[0], found[1] and tuple(found[1]))
-        description = (*remarks, *_lines(devices))
-        yield Session(devices=tuple(devices), former=former, description=description)
+            remarks.append(f"the run had {count} devices: all of these are used instead")
+        yield Session(devices=tuple(devices), description=(*remarks, *_lines(devices)))
+
+
+def agree(settings: Any, *, kind: str, folder: Path) -> FormerMesh | None:
+    """Compares the settings of all processes, which are of `kind`, but for paths and
+    `allow_changes`; returns the mesh with which the run of a folder trained last, if it is known.
+    """
+    # Read before the processes meet, and so before the first of them writes anything.
+    former = read_mesh(folder)
+    flags = flags_of(settings, but={"allow_changes", *names_of_paths(settings)})
+    about_run = f"a run that was trained with the mesh {former}"
+    require_same_flags({"kind": kind, **flags, "former mesh": about_run})
+    return former
+
+
+def former_mesh_of_first(folder: Path) -> FormerMesh | None:
+    """The former mesh that the first process finds: file systems of several machines show a new
+    file to some of them later."""
+    former = read_mesh(folder)
+    found = gather(None if former is None else [former.degrees, former.order])[0]
+    return None if found is None else FormerMesh(found[0], found[1] and tuple(found[1]))
 
 
 def _lines(devices: list[Any]) -> Iterator[str]:

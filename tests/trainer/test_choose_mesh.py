@@ -16,7 +16,7 @@ from trainer.mesh import advice, choose_mesh, mesh_of_flags, new_degrees
 from trainer.parallel.abstract_step import AbstractStep
 from trainer.run.commands import command
 from trainer.run.folder import FormerMesh
-from trainer.session import joined
+from trainer.session import agree, joined
 from trainer.tasks import TASKS
 
 ROOMY = 60 << 30
@@ -94,11 +94,10 @@ def test_eight_nodes_have_the_mesh_of_the_rule_and_the_log_says_so(tmp_path):
     )
 
 
-def join(config, folder, former=None):
-    with joined(Distributed(), config, kind="a test", folder=folder) as session:
-        mesh, lines = choose_mesh(
-            config, session.devices, former or session.former, TASKS[config.kind]
-        )
+def join(config, folder):
+    with joined(Distributed(), config.devices, folder) as session:
+        former = former or agree(config, kind="a test", folder=folder)
+        mesh, lines = choose_mesh(config, session.devices, former, TASKS[config.kind])
         return {role: n for role, n in mesh.shape.items() if n > 1}, lines
 
 

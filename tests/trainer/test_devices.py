@@ -8,10 +8,9 @@ import pytest
 from refusals import refused
 from startrail_jax.errors import InputError
 from trainer import session as sessions
-from trainer.config import Distributed, MeshConfig
+from trainer.config import Distributed
 from trainer.processes import select_devices, unused_gpus
 from trainer.session import joined
-from trainer.task import SampleOptions
 
 pytestmark = pytest.mark.quick
 
@@ -56,6 +55,5 @@ def test_gpus_that_jax_does_not_use_are_noted(tmp_path, monkeypatch):
 
 def test_programs_say_which_gpus_they_do_not_use_first(monkeypatch):
     monkeypatch.setattr(sessions, "unused_gpus", lambda platform, wanted: f"NOTE {platform}")
-    options = SampleOptions(devices=2, mesh=MeshConfig())
-    with joined(Distributed(), options, kind="a test") as session:
+    with joined(Distributed(), 2) as session:
         assert session.description[0] == "NOTE cpu"

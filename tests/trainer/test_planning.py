@@ -25,7 +25,7 @@ from trainer.planner.hardware import GPUS, Cluster
 from trainer.planner.search import REMAT
 from trainer.planning import Planner
 from trainer.run.folder import MESH_FILE, read_mesh, save_degrees
-from trainer.session import joined
+from trainer.session import agree, joined
 from trainer.tasks import TASKS
 
 ONE_NODE = Cluster(nodes=1, gpus_per_node=8, gpu=GPUS["h100"], port_rate=1e9, ports=8)
@@ -247,8 +247,9 @@ def test_a_plan_with_frozen_weights_is_one_of_a_faster_step(measured):
 
 
 def join(config, folder):
-    with joined(Distributed(), config, kind="a test", folder=folder) as session:
-        mesh, lines = choose_mesh(config, session.devices, session.former, TASKS[config.kind])
+    with joined(Distributed(), config.devices, folder) as session:
+        former = agree(config, kind="a test", folder=folder)
+        mesh, lines = choose_mesh(config, session.devices, former, TASKS[config.kind])
         return {role: n for role, n in mesh.shape.items() if n > 1}, lines
 
 

@@ -39,6 +39,7 @@ class Feed(Generic[Batch]):
         `sharding` is that of an array [B T]; `num_held_out` is rounded up to whole batches. `parts`
         divides batches of whole documents; None to train on batches of rows.
         """
+        self.loss_unit = data.loss_unit
         self._sharding = sharding
         self._batch_size = shape[0]
         self._rows = local_rows(sharding, shape)
