@@ -39,7 +39,7 @@ from trainer.config import Distributed, TrainConfig
 from trainer.places import require_there
 from trainer.printable import say
 from trainer.run.settings import CHECKPOINTS_FOLDER
-from trainer.run.trackers import require_packages
+from trainer.run.weights_and_biases import require_wandb
 from trainer.tasks import TASKS, load_train_config, pretrained
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _require_inputs(task: Any, config: TrainConfig, *, tracks: bool = True) -> N
         for name, path in task.inputs(config):
             require_there(name, path)
         if tracks:
-            require_packages(config)
+            require_wandb(config)
 
 
 def read_command_line(arguments: list[str]) -> Command[TrainConfig]:

@@ -16,7 +16,7 @@ SIMULATED_DEVICES = 64
 # The only reasons to skip: large packages, which steps of `.ci/run` install.
 ALLOWED_SKIPS = (
     *("needs jax-cuda13-pjrt", "needs fa4-jax"),
-    *("needs wandb", "needs mlflow"),
+    "needs wandb",
     "this Flax has no is_causal",
 )
 

@@ -22,7 +22,7 @@ from trainer.config import ENDLESS, Distributed
 from trainer.printable import say
 
 Settings = TypeVar("Settings")
-MEANT = {"data": "path", "lora": "rank", "wandb": "project", "mlflow": "experiment"}
+MEANT = {"data": "path", "lora": "rank", "wandb": "project"}
 """For groups of flags, the one that is meant by the name of the group alone."""
 
 

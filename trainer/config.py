@@ -15,6 +15,7 @@ import tyro
 from models.checks import check_minimum, check_range
 from startrail_jax.errors import InputError
 from trainer.places import check_folder, check_mirror
+from trainer.printable import say
 
 SHARDED_AXES = ("data", "ring", "group", "team", "head")
 """The mesh axes over which ZeRO may split the training state, slowest first."""
@@ -340,28 +341,13 @@ class WandbConfig:
     `wandb sync`. The default is the value of WANDB_MODE, or "online" without it."""
 
     def __post_init__(self) -> None:
-        _check_alone("wandb", "project", self.project, entity=self.entity, mode=self.mode)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlflowConfig:
-    """Metrics for MLflow, beside metrics.jsonl."""
-
-    experiment: str | None = None
-    """Experiment to write to. By default, nothing is written."""
-    uri: str | None = None
-    """A server, such as http://localhost:5000, or a folder, such as /shared/mlruns. The default is
-    the value of MLFLOW_TRACKING_URI, or the folder `mlruns` of the run without it."""
-
-    def __post_init__(self) -> None:
-        place = (self.uri or "").partition("//")[2]
-        # A password may have a / in it, so that the @ comes after what looks like host and port.
-        if "@" in place.partition("/")[0] or ("@" in place and ":" in place.partition("/")[0]):
+        others = {"entity": self.entity, "mode": self.mode}
+        given = [name for name, value in others.items() if value is not None]
+        if self.project is None and given:
             raise InputError(
-                "mlflow.uri must hold no password, as config.json keeps it; got an @ in it. Set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI."
+                f"wandb.{given[0]} needs wandb.project; got {given[0]}={others[given[0]]!r} alone. "
+                "Add --wandb.project NAME, or leave it out."
             )
-        _check_alone("mlflow", "experiment", self.experiment, uri=self.uri)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,8 +510,6 @@ class TrainConfig:
     """Checkpoints."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """Metrics for Weights & Biases."""
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
-    """Metrics for MLflow."""
 
     devices: int | None = None
     """Number of devices to use, of all processes together. The default is all real devices, or 8
@@ -607,6 +591,19 @@ class TrainConfig:
     ema_decay: float | None = None
     """Decay of the moving average of the weights, which evaluation and samples then use; None for
     no average."""
+
+    @staticmethod
+    def of_older_file(values: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a config.json of when metrics could go to MLflow."""
+        former = values.get("mlflow")
+        if not isinstance(former, dict):
+            return values
+        if any(x is not None for x in former.values()):
+            say(
+                "NOTE: metrics of this run went to MLflow, and no longer do. Use --wandb.project "
+                "NAME, or TensorBoard"
+            )
+        return {name: x for name, x in values.items() if name != "mlflow"}
 
     def __post_init__(self) -> None:
         for name in (
@@ -731,13 +728,3 @@ class TrainConfig:
         layout = self.attention_of_model.get("layout")
         sizes = {name: getattr(self.model, name) for name in names}
         return {**sizes, "causal": self.causal, "layout": layout}
-
-
-def _check_alone(group: str, needed: str, switch: str | None, **others: str | None) -> None:
-    """Raises if options are given without the one that they need."""
-    given = [name for name, value in others.items() if value is not None]
-    if switch is None and given:
-        raise InputError(
-            f"{group}.{given[0]} needs {group}.{needed}; got {given[0]}={others[given[0]]!r} "
-            f"alone. Add --{group}.{needed} NAME, or leave it out."
-        )

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from trainer.run.folder import (
 )
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import CONFIG_FILE, result_flags, save_config
-from trainer.run.trackers import open_trackers
+from trainer.run.weights_and_biases import open_wandb
 from trainer.task import InitialWeights, Sampler
 
 
@@ -154,7 +155,7 @@ class Loop:
                 config.run_dir,
                 first_step=done,
                 tensorboard=config.tensorboard,
-                trackers=open_trackers(config, config.run_dir),
+                wandb=partial(open_wandb, config),
                 flops_per_token=program.objective.flops_per_token
                 if batches is None
                 else program.objective.flops_at(batches.mean_length),

@@ -94,7 +94,7 @@ def test_eight_nodes_have_the_mesh_of_the_rule_and_the_log_says_so(tmp_path):
     )
 
 
-def join(config, folder):
+def join(config, folder, former=None):
     with joined(Distributed(), config.devices, folder) as session:
         former = former or agree(config, kind="a test", folder=folder)
         mesh, lines = choose_mesh(config, session.devices, former, TASKS[config.kind])

@@ -164,6 +164,23 @@ def test_final_learning_rate_of_an_older_file_is_a_share(config, tmp_path, peak,
     assert load_config(GPTTrainConfig, path) == replace(config, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("saved", [gpt_tiny(), dit_digits()], ids=lambda x: x.kind)
+def test_mlflow_of_an_older_file_is_left_out_and_said(saved, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    save_config(saved, path)
+    values = json.loads(path.read_text())
+    for unset in ({"experiment": None, "uri": None}, {}):
+        path.write_text(json.dumps({**values, "mlflow": unset}))
+        assert load_config(type(saved), path) == saved
+    assert not capsys.readouterr().err
+    given = {"experiment": "e", "uri": "http://me:secret@host"}
+    path.write_text(json.dumps({**values, "mlflow": given}))
+    assert load_config(type(saved), path) == saved
+    said = capsys.readouterr().err
+    assert "metrics of this run went to MLflow, and no longer do. Use --wandb.project" in said
+    assert "secret" not in said
+
+
 def test_config_is_on_the_disk_before_it_takes_its_place(config, tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file)))

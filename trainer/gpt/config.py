@@ -197,6 +197,7 @@ class GPTTrainConfig(TrainConfig):
     @staticmethod
     def of_older_file(values: dict[str, Any]) -> dict[str, Any]:
         """The settings of a config.json with other names for `sample`."""
+        values = TrainConfig.of_older_file(values)
         names = {"sample_length": "length", "temperature": "temperature"}
         sample = {new: values[old] for old, new in names.items() if old in values}
         others = {name: x for name, x in values.items() if name not in names}

@@ -1,4 +1,4 @@
-"""What a run measures: on the terminal, in metrics.jsonl, and for TensorBoard."""
+"""What a run measures: on the terminal, in metrics.jsonl, for TensorBoard and for W&B."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from trainer.places import short
 from trainer.printable import duration, printable
 from trainer.run.commands import command
 from trainer.run.folder import METRICS_FILE, drop_after, writing
-from trainer.run.trackers import End, Tracker
+from trainer.run.weights_and_biases import WandbRun
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -74,8 +74,7 @@ class Reporter:
         self._paused = 0.0
         self._path: Path | None = None
         self._events: EventsWriter | None = None
-        self._trackers: list[Tracker] = []
-        self._step = 0
+        self._wandb: WandbRun | None = None
 
     def open(
         self,
@@ -83,7 +82,7 @@ class Reporter:
         *,
         first_step: int = 0,
         tensorboard: bool = True,
-        trackers: Iterable[Tracker] = (),
+        wandb: Callable[[], WandbRun | None] = lambda: None,
         flops_per_token: float = 0.0,
         tokens_per_step: float | None = None,
         peak_flops: float | None = None,
@@ -91,14 +90,14 @@ class Reporter:
         """Begins to write metrics to files too; to be called before the first step.
 
         Metrics of steps after `first_step` are removed from the files: a killed program wrote them,
-        and those steps will be done again. `tokens_per_step` is a mean where steps differ (None for
+        and those steps will be done again. `wandb` opens a run in Weights & Biases, in the process
+        that writes. `tokens_per_step` is a mean where steps differ (None for
         what was said at the beginning); `peak_flops` is FLOP/s of all devices together (None leaves
         MFU out).
         """
         self._tokens_per_step = tokens_per_step or self._tokens_per_step
         self._mfu_per_rate = flops_per_token / peak_flops if peak_flops else None
         self._bar.update(self._task, completed=first_step)
-        self._step = first_step
         if not self._writes:
             return
         self._path = folder / METRICS_FILE
@@ -114,7 +113,7 @@ class Reporter:
         # TensorBoard drops the earlier events from this step on.
         start = SessionLog(status=SessionLog.START)
         self._write_event(Event(step=first_step + 1, session_log=start))
-        self._trackers.extend(trackers)
+        self._wandb = wandb()
 
     def __enter__(self) -> Reporter:
         self._bar.start()
@@ -124,9 +123,8 @@ class Reporter:
         self._bar.stop()
         if self._events is not None:
             self._events.close()
-        end: End = "finished" if self._step == self._steps else "interrupted"
         has_failed = error is not None and kind is not KeyboardInterrupt
-        self._track(lambda tracker: tracker.finish("failed" if has_failed else end))
+        self._track(lambda run: run.finish(failed=has_failed))
 
     def line(self, text: str) -> None:
         """Prints a line above the bar, without interpreting markup or control characters in it."""
@@ -157,7 +155,6 @@ class Reporter:
         now = time.perf_counter() - self._paused
         if self._begun is None:
             self._begun = self._reported = (step, now)
-        self._step = step
         self._bar.update(self._task, completed=step)
         if metrics is None:
             return
@@ -201,7 +198,7 @@ class Reporter:
         if self._path is None:
             return
         values = {name: x for name, x in metrics.items() if x is not None and math.isfinite(x)}
-        self._track(lambda tracker: tracker.log(step, values))
+        self._track(lambda run: run.log(step, values))
         # JSON knows neither NaN nor infinity.
         finite = {**dict.fromkeys(metrics), **values}
         record = {"step": step, "time": round(time.time(), 3), **finite}
@@ -228,17 +225,19 @@ class Reporter:
                 for path in (self._path, self._path.parent):
                     durable.flush(path)
 
-    def _track(self, what: Callable[[Tracker], None]) -> None:
-        """Does something with each tracker. One that fails gets no more, and training goes on."""
-        for tracker in list(self._trackers):
-            try:
-                what(tracker)
-            except Exception as error:
-                self._trackers.remove(tracker)
-                self.line(
-                    f"WARNING: {tracker.name} gets no more metrics: {short(error)}. The run goes "
-                    f"on, and {METRICS_FILE} has them all"
-                )
+    def _track(self, what: Callable[[WandbRun], None]) -> None:
+        """Does something with the run in W&B. If it fails, it gets no more, and training goes
+        on."""
+        if self._wandb is None:
+            return
+        try:
+            what(self._wandb)
+        except Exception as error:
+            self._wandb = None
+            self.line(
+                f"WARNING: Weights & Biases gets no more metrics: {short(error)}. The run goes on, "
+                f"and {METRICS_FILE} has them all"
+            )
 
     def _write_event(self, event: Event) -> None:
         if self._events is not None:
