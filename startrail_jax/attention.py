@@ -1,39 +1,62 @@
-"""The public callable: it checks its inputs, enters `shard_map` and dispatches.
+"""Exact attention over a sequence that is sharded over the devices of a mesh: the front door.
 
-This module computes nothing itself: `rings/vjp.py` computes attention inside `shard_map`, and
-`cache.py` has the methods for decoding.
+The class has the arguments and the methods with their documentation. `calls/` does what they say:
+it checks inputs, enters `shard_map`, decodes and explains. `rings/vjp.py` computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax.calls.cache import Decoding
-from startrail_jax.calls.explain import Explanation, explain, warn_of_balance
-from startrail_jax.calls.key_masks import as_negative, empty_padding, without_padding
-from startrail_jax.calls.score_checks import check_scores, given_to_call, given_to_shards
-from startrail_jax.calls.validation import check_shards, check_static, served_call
-from startrail_jax.devices.axes import device_kind, flat_axis
+from startrail_jax import blocks, masks
+from startrail_jax.calls.arguments import check_padding_id, check_softcap, options_of_call
+from startrail_jax.calls.cache import (
+    decode,
+    decode_shards,
+    decode_spec,
+    key_copies,
+    update,
+    update_shards,
+)
+from startrail_jax.calls.dispatch import attend, attend_whole
+from startrail_jax.calls.explain import Explanation, explain_call
+from startrail_jax.calls.key_masks import as_negative
+from startrail_jax.calls.score_checks import given_to_call, given_to_shards
+from startrail_jax.calls.sharding import Sharded
+from startrail_jax.calls.validation import (
+    check_causal,
+    check_shards,
+    check_static,
+    check_whole,
+    refuse_unserved,
+    served_call,
+)
+from startrail_jax.devices.axes import AxisNames, device_kind
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
-from startrail_jax.devices.nodes import mesh_crossing
-from startrail_jax.rings import collectives, score_units, vjp
-from startrail_jax.rings.balance import from_zigzag, in_zigzag, to_zigzag
-from startrail_jax.rings.choices import choose
+from startrail_jax.errors import InputError
+from startrail_jax.rings.options import (
+    OPTIONS,
+    Backward,
+    Balance,
+    Exchange,
+    GradientDtype,
+    Options,
+)
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes, dtype_name
-from startrail_jax.rings.work import advice_on_balance
+from startrail_jax.values import adopt, is_real, real, truth, whole
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(Decoding):
+class Attention(Sharded):
     """Exact attention over a sequence that is sharded over the devices of a mesh.
 
         out = softmax(scale * query key^T + mask) value
@@ -51,6 +74,105 @@ class Attention(Decoding):
         and Mesh-Attention, https://arxiv.org/abs/2512.20968, tile queries by keys without a ring.
     """
 
+    mesh: Mesh | AbstractMesh
+    """The mesh of the devices. Its axes have the roles data, group, ring, team, head and tensor;
+    arrays are replicated over axes without a role."""
+    _: dataclasses.KW_ONLY
+    causal: bool | None = None
+    """Whether a query sees only keys at its own position or before. One of `causal`, `window` and
+    `mask` must be given; the attribute of an instance is always a bool."""
+    window: int | None = None
+    """Number of keys that a query sees, including the key at its own position; None for all. An
+    attention with a window is causal."""
+    mask: masks.Mask | None = None
+    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for the mask of `causal`
+    and `window`. To change it by `dataclasses.replace`, also pass `causal=None`."""
+    layout: Any = None
+    """Placement of tokens: a `Layout`, its kind, or None for "contiguous", natural order. Under a
+    causal mask "zigzag" gives all devices the same work, and `shard` brings arrays into its order.
+    The attribute of an instance is always a `Layout`."""
+    scale: float | None = None
+    """Factor that scales the logits; None for head_dim ** -0.5."""
+    softcap: float | None = None
+    """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for no cap."""
+    padding_id: int | None = None
+    """A segment id that marks padding in addition to negative ids, such as 0 in MaxText; None for
+    only negative ids."""
+    backend: blocks.Backend | list[str | blocks.Block] = "auto"
+    """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, simple masks), "tiled" (NVIDIA
+    GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
+    supports the inputs on the devices of the mesh; "fa4" (FlashAttention-4, on Hopper and later, by
+    the package fa4-jax); your own kernel, which is any hashable object with the methods of
+    `startrail_jax.blocks.Block`; or a sequence of these, of which the first that supports the
+    inputs is taken. See `explain`."""
+    axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
+    """Mesh axes whose role differs from their name, such as {"ring": "context"}."""
+    axis: str | Sequence[str] | None = None
+    """One axis for all sequence roles, such as "context", on a mesh of another program; None if
+    each role has its own axis. Several axes count as one, the first slowest. Along the axis, the
+    closest neighbours form a head exchange, and the next sets a team, a group and a ring."""
+    degrees: Any = None
+    """With `axis`, the `Degrees` along it; None for Ring Attention. The mesh determines the degrees
+    of data and tensor. The attribute of an instance always holds all six degrees: to change the
+    mesh by `dataclasses.replace`, also pass `degrees`, or None."""
+    backward: Backward = "auto"
+    """Side that travels round the ring in the backward pass: "query" (as in the paper), "kv", or
+    "auto" for the side with fewer bytes, and for "query" if `published`."""
+    published: bool = False
+    """Whether keys and outputs are sent as in the StarTrail paper (arXiv 2407.00611, algorithm 2),
+    as a baseline for measurements: the team gathers keys and trades places with the group, and a
+    reduce_scatter sums outputs in the dtype of the query. Otherwise the group gathers keys, which
+    takes fewer bytes, and the owner of the queries sums outputs in float32."""
+    inner: int = 1
+    """Number of devices in an inner cycle of a double ring (LoongTrain's Double-Ring-Attention),
+    which divides the ring degree: keys (or queries) travel round these neighbours while those of
+    the next cycle are on their way. It is meant for rings that cross nodes, with inner cycles
+    inside a node. 1 is a single ring."""
+    head_chunks: int = 1
+    """Number of parts in which a device computes the attention of its heads, one after another; it
+    divides the key heads of a device. Gathered units, messages of the ring and sums of gradients
+    then take memory for two parts at a time, and the same bytes are sent in more messages."""
+    gradient_dtype: GradientDtype = "float32"
+    """Dtype in which partial gradients travel round the ring and to their owners, which sum them in
+    float32: "float32" (exact), or "bfloat16" (half of these bytes; the docs give the error)."""
+    keep_gathered: bool = False
+    """Whether the gathered units of queries, keys and values are kept from the forward to the
+    backward pass, which otherwise gathers them again. Each layer then keeps `team` shares of the
+    queries and `group` shares of keys and values in place of one."""
+    exchange: Exchange = "auto"
+    """Messages between devices: "rings" (the units of the scheme), "sparse" (only the keys that a
+    static mask shows to the queries of each device, such as those of a window), or "auto" for the
+    choice with fewer bytes. See `Attention.explain`."""
+    balance: Balance = "auto"
+    """How to balance the work of devices on tokens in contiguous order, where late tokens see more
+    keys: "exchange" (the op brings tokens into zigzag order and outputs back, in four permutes of
+    half a share), "layout" (the op leaves the work as the layout divides it), or "auto" for the
+    exchange where it saves more time than it takes. See `Attention.explain`."""
+
+    def __post_init__(self) -> None:
+        adopt(self, whole, "window", "padding_id")
+        adopt(self, truth, "causal")
+        adopt(self, real, "scale", "softcap")
+        self.resolve_places()
+        options = Options(**{name: getattr(self, name) for name in OPTIONS})
+        for name, value in vars(options).items():
+            object.__setattr__(self, name, value)
+        if not (self.scale is None or is_real(self.scale)):
+            raise InputError(
+                f"scale must be a finite number or None; got scale={self.scale!r}. None is "
+                "head_dim ** -0.5."
+            )
+        options.check(self.degrees)
+        object.__setattr__(self, "backend", blocks.check_backend(self.backend))
+        object.__setattr__(self, "causal", self.resolved_mask.causal)
+        check_softcap(self.softcap)
+        check_padding_id(self.padding_id)
+
+    @functools.cached_property
+    def resolved_mask(self) -> masks.Mask:
+        """The mask: `mask`, or what `causal` and `window` stand for."""
+        return masks.resolve(self.mask, causal=self.causal, window=self.window)
+
     @functools.cached_property
     def schedule(self) -> Schedule:
         """All static settings of this attention, which `local` uses."""
@@ -64,7 +186,7 @@ class Attention(Decoding):
             backend=cast(Any, self.backend),
             scale=self.scale,
             softcap=self.softcap,
-            **self.options,
+            **{name: getattr(self, name) for name in OPTIONS},
         )
 
     def num_rounds(self, seq_len: int) -> int:
@@ -122,9 +244,6 @@ class Attention(Decoding):
             NotImplementedError: if the backend of this attention does not support these inputs, or
                 if no backend supports these scores.
         """
-        check_scores(self, scores, seq_len, seq_len if kv_seq_len is None else kv_seq_len)
-        schedule = self.schedule.on(platform, capability)
-        schedule = dataclasses.replace(schedule, scores=tuple(scores))
         sizes = Sizes(
             batch=self.degrees.data,
             query_tokens=seq_len,
@@ -136,23 +255,15 @@ class Attention(Decoding):
             dtype=dtype_name(dtype),
             packed=packed,
         )
-        sizes.check(self.degrees, mask=self.resolved_mask, layout=self.layout)
-        nodes = mesh_crossing(self.mesh, self.axes, devices_per_node)
-        schedule, why, why_balance = choose(schedule, self.degrees, sizes)
-        share = self.degrees
-        if schedule.exchange == "sparse":  # Every sequence device has all heads of its tensor rank.
-            schedule = schedule.alone
-            share = dataclasses.replace(share, ring=share.sequence, group=1, team=1, head=1)
-        explanation = explain(
-            schedule,
-            sizes.share(share),
-            axes=self.axes,
-            nodes=nodes,
-            why=why,
-            why_balance=why_balance,
+        return explain_call(
+            self,
+            self.schedule,
+            sizes,
+            platform=platform,
+            capability=capability,
+            devices_per_node=devices_per_node,
+            scores=scores,
         )
-        warn_of_balance(explanation.advice, stacklevel=2)
-        return explanation
 
     def __call__(
         self,
@@ -245,24 +356,32 @@ class Attention(Decoding):
         """
         del force_fp32_for_softmax
         check_static(return_lse=return_lse)
-        options, inputs, specs = served_call(
+        check_whole(self.mesh)
+        refuse_unserved(unserved)
+        check_static(is_causal=is_causal)
+        check_causal(is_causal, self.resolved_mask)
+        options = options_of_call(
+            self,
+            scale=scale,
+            backend=implementation,
+            window=local_window_size,
+            softcap=softcap,
+            padding_id=padding_id,
+        )
+        attention = dataclasses.replace(self, **options) if options else self
+        inputs, specs = served_call(
             self,
             (query, key, value),
             segment_ids,
             dtype,
-            scale=scale,
-            implementation=implementation,
-            local_window_size=local_window_size,
-            softcap=softcap,
-            padding_id=padding_id,
+            of_scores=self.resolved_mask,
             mask=mask,
+            padding_id=attention.padding_id,
             pads_keys=bias is None,
-            is_causal=is_causal,
-            **unserved,
         )
-        attention = dataclasses.replace(self, **options) if options else self
         given, given_specs = given_to_call(
-            attention,
+            self,
+            attention.schedule,
             inputs,
             slopes=slopes,
             bias=bias,
@@ -315,12 +434,14 @@ class Attention(Decoding):
             layout=self.layout,
             mask=self.resolved_mask,
         )
-        whole = given_to_shards(self, query, key, **given)
+        whole = given_to_shards(self.schedule, query, key, **given)
         kv_heads = key.shape[2] * self.degrees.tensor
         shared = query_segments is key_segments
         query_segments, key_segments = as_negative(self.padding_id, (query_segments, key_segments))
         ids = query_segments, query_segments if shared else key_segments
-        return self._attend(whole, query, key, value, *ids, kv_heads=kv_heads)
+        return self._on_device(whole, query, key, value, *ids, kv_heads=kv_heads)
+
+    # `startrail_jax.testing` replaces these two by dense attention.
 
     def _whole(
         self,
@@ -329,102 +450,145 @@ class Attention(Decoding):
         given: ScoreInputs,
         *inputs: Array,
     ) -> tuple[Array, Array]:
-        """The attention of whole arrays, after all checks."""
-        return _run(self, specs, given_specs, given, *inputs)
+        return attend_whole(self, self.schedule, specs, given_specs, given, *inputs)
 
-    def _on_device(
-        self,
-        given: ScoreInputs,
-        query: Array,
-        key: Array,
-        value: Array,
-        *ids: Array,
-        kv_heads: int,
-    ) -> tuple[Array, Array]:
-        """Attention on one device, where `kv_heads` may all lie on every device along `tensor`."""
-        both: tuple[Any, Any] = (ids[0], ids[-1]) if ids else (None, None)
-        return self._attend(given, query, key, value, *both, kv_heads=kv_heads)
+    def _on_device(self, given: ScoreInputs, *shards: Any, kv_heads: int) -> tuple[Array, Array]:
+        return attend(self, self.schedule, given, *shards, kv_heads=kv_heads)
 
-    def _attend(
+    def decode(
         self,
-        given: ScoreInputs,
-        query: Array,
-        key: Array,
-        value: Array,
-        query_ids: Array | None,
-        key_ids: Array | None,
+        query: ArrayLike,
+        key_cache: ArrayLike,
+        value_cache: ArrayLike,
+        positions: ArrayLike,
         *,
-        kv_heads: int,
-    ) -> tuple[Array, Array]:
-        """Attention on one device, between the exchanges of tokens that balance the work."""
-        if query_ids is not None:
-            query = without_padding(query, query_ids)
-        if key_ids is not None:
-            key, value = (without_padding(x, key_ids) for x in (key, value))
-        padded = query_ids
-        schedule, given = score_units.of_device(self.schedule, given, query, self.axes)
-        schedule = self._exchanging(schedule, query, key, value, query_ids, kv_heads)
-        ranks = flat_axis(self.axes, SEQUENCE_ROLES)
-        balances, shared = schedule.balance == "exchange", query_ids is key_ids
-        if balances:
-            schedule = in_zigzag(schedule)
-            query, key, value = (to_zigzag(ranks, x) for x in (query, key, value))
-            if query_ids is not None and key_ids is not None:
-                query_ids = to_zigzag(ranks, query_ids)
-                key_ids = query_ids if shared else to_zigzag(ranks, key_ids)
-        if kv_heads % self.degrees.tensor and key.shape[2] == kv_heads:
-            tensor = self.axes["tensor"]
-            parts = 1 if schedule.exchange == "sparse" else self.degrees.head
-            needed = collectives.needed_heads(kv_heads, parts, tensor)
-            key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
-        out, lse = vjp.sharded_attention(schedule, query, key, value, query_ids, key_ids, given)
-        if balances:
-            out, lse = from_zigzag(ranks, out), from_zigzag(ranks, lse, 2)
-        if padded is not None:  # For their gradients: what comes from padding goes nowhere.
-            out, lse = without_padding(out, padded), empty_padding(lse, padded)
-        return out, lse
+        slopes: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
+    ) -> Array:
+        """Computes the attention of new tokens to a cache that is sharded over the sequence axes.
 
-    def _exchanging(
-        self,
-        schedule: Schedule,
-        query: Array,
-        key: Array,
-        value: Array,
-        segments: Array | None,
-        kv_heads: int,
-    ) -> Schedule:
-        """The schedule whose `exchange` and `balance` are chosen, for arrays of one device."""
-        degrees = self.degrees
-        here = Sizes.of(query, key, value, packed=segments is not None)
-        sizes = dataclasses.replace(
-            here,
-            batch=degrees.data,  # Both choices are the same for every batch, also a symbolic one.
-            query_tokens=here.query_tokens * degrees.sequence,
-            key_tokens=here.key_tokens * degrees.sequence,
-            heads=here.heads * degrees.tensor,
-            kv_heads=kv_heads,
+        The result is that of a call with the whole sequence: each token attends to itself and to
+        all tokens before it. Each of the P sequence devices r attends to its own slots, in float32,
+        and the results are merged:
+
+            L = log sum_r exp(lse_r),    out = sum_r exp(lse_r - L) out_r
+
+        This takes two all_reduces, of one and of v + 1 float32 numbers for each query of each head.
+        A device receives 2 (P - 1) / P * 4 * b * t * n * (v + 2) bytes, whatever the length of the
+        cache.
+
+        Args:
+            query: [batch, new, heads, head_dim] sharded as `decode_spec(heads)`, replicated over
+                the sequence axes. `new` should be small, as all logits exist at once.
+            key_cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`, in the
+                order of `layout`. It already holds the keys of `query`: see `update_cache`. Slots
+                of padding in front of a prompt would be seen: leave padding out of the cache.
+            value_cache: [batch, slots, kv_heads, value_head_dim], sharded like key_cache.
+            positions: int32 [batch, new], the position of each query. A query sees the slots up to
+                its own position that the mask shows. A query at a negative position sees no slot.
+                Positions may lie beyond the last slot.
+            slopes, sinks: as in a call.
+
+        Returns:
+            out [batch, new, heads, value_head_dim] in the dtype of query and sharded like it; 0
+            where no slot is visible.
+
+        Raises:
+            ValueError: if this attention is not causal, or if shapes, dtypes or shardings do not
+                fit.
+        """
+        return decode(
+            self,
+            self.schedule,
+            query,
+            key_cache,
+            value_cache,
+            positions,
+            slopes=slopes,
+            sinks=sinks,
         )
-        schedule, *_ = choose(schedule, degrees, sizes)
-        if self.balance == "auto" and (schedule.balance, schedule.exchange) == ("layout", "rings"):
-            advice = advice_on_balance(schedule, sizes.query_tokens, sizes.key_tokens)
-            # Functions of jax are between this line and that of the caller.
-            warn_of_balance(advice, stacklevel=1)
-        return schedule
 
+    def decode_local(
+        self,
+        query: Array,
+        key_cache: Array,
+        value_cache: Array,
+        positions: Array,
+        sinks: Array | None = None,
+        slopes: Array | None = None,
+    ) -> Array:
+        """Computes one device's part of `decode`, inside a fully manual `shard_map` of the caller.
 
-# Jitted, because outside a jit shard_map runs its body one operation at a time.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(
-    attention: Attention,
-    specs: tuple[PartitionSpec, ...],
-    given_specs: ScoreInputs,
-    given: ScoreInputs,
-    *inputs: Array,
-) -> tuple[Array, Array]:
-    """The attention of whole arrays on the devices of its mesh."""
-    return jax.shard_map(
-        functools.partial(attention._on_device, kv_heads=inputs[1].shape[2]),
-        mesh=attention.mesh,
-        in_specs=(given_specs, *specs),
-        out_specs=(specs[0], attention.lse_spec),
-    )(given, *inputs)
+        Args:
+            query: the new tokens [b, t, n, h] of this device's rows and heads.
+            key_cache, value_cache: this device's slots [b, s, k, h] and [b, s, k, v], with the key
+                heads that its query heads need; neighbouring query heads share a key head.
+            positions: int32 [b, t], the positions of the new tokens.
+            sinks, slopes: floats [n] of this device's heads, as in a call.
+
+        Returns:
+            out [b, t, n, v] of this device's queries, in the dtype of query.
+
+        Raises:
+            ValueError: if this attention is not causal, or if shapes or dtypes do not fit.
+        """
+        return decode_shards(
+            self, self.schedule, query, key_cache, value_cache, positions, sinks, slopes
+        )
+
+    def update_cache(self, cache: ArrayLike, new: ArrayLike, positions: ArrayLike) -> Array:
+        """Writes the keys, or the values, of new tokens into their slots; nothing is sent.
+
+        Args:
+            cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`. It is written
+                in place in a `jit` to which it is donated (`donate_argnums`), and in a loop that
+                carries it; on CPUs, which have no 16-bit floats, only if it is float32.
+            new: [batch, new, kv_heads, head_dim], sharded like the cache, but replicated over the
+                sequence axes.
+            positions: int32 [batch, new], distinct in each row. Positions outside the cache are not
+                written: give padding in front of a prompt negative ones, and count from 0 after it.
+
+        Returns:
+            The cache, with its sharding and dtype unchanged.
+
+        Raises:
+            ValueError: if shapes or shardings do not fit, or if positions are not int32.
+        """
+        return update(self, cache, new, positions)
+
+    def update_cache_local(
+        self, cache: Array, new: Array, positions: Array, *, layer: Array | int | None = None
+    ) -> Array:
+        """Does one device's part of `update_cache`, inside a `shard_map` of the caller.
+
+        Args:
+            cache: this device's slots [b, s, k, h]; with a `layer`, those of all layers, [layers,
+                b, s, k, h].
+            new: keys or values of the new tokens [b, t, k, h], of this device's rows and key heads.
+                They are cast to the dtype of the cache.
+            positions: int32 [b, t], the positions of the new tokens.
+            layer: the layer whose slots are written, if the cache has those of all layers.
+
+        Returns:
+            The cache.
+
+        Raises:
+            ValueError: if shapes do not fit, or if positions are not int32.
+        """
+        return update_shards(self, cache, new, positions, layer)
+
+    def decode_spec(self, heads: int) -> PartitionSpec:
+        """PartitionSpec of the queries and outputs of `decode`: [batch, new, heads, head_dim].
+
+        Raises:
+            ValueError: if the heads cannot be split over `head` and `tensor`.
+        """
+        return decode_spec(self, heads)
+
+    def key_copies(self, kv_heads: int) -> int:
+        """How many neighbouring key heads in the input of `local` are copies of one head.
+
+        There are copies only if `tensor` does not divide `kv_heads` and `head` is above 1. A cache
+        needs only one copy of each head, `key[:, :, ::copies]`.
+        """
+        return key_copies(self.degrees, kv_heads)

@@ -642,7 +642,7 @@ class _Dense(Attention):
         out = jnp.einsum("bnts,bsnv->btnv", p, value, precision="highest")
         return out.astype(dtype), jnp.where(seen.any(axis=-1), lse, EMPTY)
 
-    def _attend(self, *shards: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    def _on_device(self, *shards: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
         raise UnsupportedError(
             "assert_model_exact serves calls of an attention; got one of attention.local, in a "
             "shard_map of the model. Check that function by assert_exact(attention_fn=...)."

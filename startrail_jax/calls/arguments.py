@@ -1,67 +1,60 @@
-"""The arguments of `Attention`, checked."""
+"""Checks of the static arguments of `Attention` and `LinearAttention`, and of those of a call."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
-from startrail_jax import blocks, masks
-from startrail_jax.calls.sharding import Sharded
-from startrail_jax.errors import InputError
-from startrail_jax.rings.options import Options
-from startrail_jax.values import adopt, is_real, real, truth, whole
+import jax
+
+from startrail_jax import masks
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.values import is_real, real, whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arguments(Options, Sharded):
-    """The static arguments of an attention: what it computes, where, and how it communicates."""
-
-    causal: bool | None = None
-    """Whether a query sees only keys at its own position or before. One of `causal`, `window` and
-    `mask` must be given; the attribute of an instance is always a bool."""
-    window: int | None = None
-    """Number of keys that a query sees, including the key at its own position; None for all. An
-    attention with a window is causal."""
-    mask: masks.Mask | None = None
-    """A mask of `startrail_jax.masks`, such as `masks.Prefix(512)`; None for the mask of `causal`
-    and `window`. To change it by `dataclasses.replace`, also pass `causal=None`."""
-    scale: float | None = None
-    """Factor that scales the logits; None for head_dim ** -0.5."""
-    softcap: float | None = None
-    """Soft cap c of the scaled logits, c * tanh(logits / c), as in Gemma 2; None for no cap."""
-    padding_id: int | None = None
-    """A segment id that marks padding in addition to negative ids, such as 0 in MaxText; None for
-    only negative ids."""
-    backend: blocks.Backend | list[str | blocks.Block] = "auto"
-    """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, simple masks), "tiled" (NVIDIA
-    GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
-    supports the inputs on the devices of the mesh; "fa4" (FlashAttention-4, on Hopper and later, by
-    the package fa4-jax); your own kernel, which is any hashable object with the methods of
-    `startrail_jax.blocks.Block`; or a sequence of these, of which the first that supports the
-    inputs is taken. See `explain`."""
-
-    def __post_init__(self) -> None:
-        adopt(self, whole, "window", "padding_id")
-        adopt(self, truth, "causal")
-        adopt(self, real, "scale", "softcap")
-        Sharded.__post_init__(self)
-        Options.__post_init__(self)
-        if not (self.scale is None or is_real(self.scale)):
-            raise InputError(
-                f"scale must be a finite number or None; got scale={self.scale!r}. None is "
-                "head_dim ** -0.5."
+def options_of_call(
+    attention: Any, *, scale: Any, backend: Any, window: Any, softcap: Any, padding_id: Any
+) -> dict[str, Any]:
+    """The options of an `Attention` that arguments of a call replace."""
+    options: dict[str, Any] = {}
+    if softcap is not None:
+        check_softcap(softcap)
+        options["softcap"] = float(softcap)
+    if padding_id is not None:
+        check_padding_id(padding_id)
+        options["padding_id"] = padding_id
+    if scale is not None:
+        if isinstance(scale, jax.Array):
+            raise UnsupportedError(
+                "scale must be a Python number, as it is compiled into the kernels; got an array "
+                f"{jax.typeof(scale)}. Multiply the query by it, and pass scale=1.0."
             )
-        self.check(self.degrees)
-        object.__setattr__(self, "backend", blocks.check_backend(self.backend))
-        object.__setattr__(self, "causal", self.resolved_mask.causal)
-        check_softcap(self.softcap)
-        check_padding_id(self.padding_id)
-
-    @functools.cached_property
-    def resolved_mask(self) -> masks.Mask:
-        """The mask: `mask`, or what `causal` and `window` stand for."""
-        return masks.resolve(self.mask, causal=self.causal, window=self.window)
+        options["scale"] = float(scale)
+    if backend is not None:
+        if backend not in ("xla", "cudnn"):
+            raise InputError(
+                f"implementation must be 'xla' or 'cudnn'; got implementation={backend!r}. Leave "
+                "it out for the backend of the attention."
+            )
+        options["backend"] = backend
+    if window is not None:
+        before, _ = window if isinstance(window, tuple) else (window, window)
+        if not attention.causal or attention.mask is not None:
+            raise UnsupportedError(
+                "local_window_size needs a causal attention without a mask of its own; got "
+                f"local_window_size={window}, causal={attention.causal}, mask={attention.mask}. "
+                "Build Attention(mesh, causal=True), or Attention(mesh, mask=masks.Window(...))."
+            )
+        # jax counts the keys before a query, and `window` counts the query's own key too.
+        options["window"] = before + 1
+        masks.resolve(None, causal=True, window=options["window"])
+    for name, value in options.items():
+        own = getattr(attention, name)
+        if own not in (None, "auto", value):
+            raise InputError(
+                f"A call may set an option that its attention leaves open; got {name}={value!r} "
+                f"for an attention with {name}={own!r}. Leave one of them out."
+            )
+    return options
 
 
 def check_softcap(softcap: Any) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.pieces import Pieces
+from startrail_jax.calls.score_checks import check_scores
+from startrail_jax.calls.sharding import Sharded
 from startrail_jax.devices.degrees import ROLES, Axis
+from startrail_jax.devices.nodes import mesh_crossing
 from startrail_jax.errors import BalanceWarning
 from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.rings.balance import in_zigzag
+from startrail_jax.rings.choices import choose
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
 from startrail_jax.rings.sizes import Sizes
@@ -37,6 +41,39 @@ def warn_of_balance(advice: str | None, *, stacklevel: int) -> None:
     """Warns the caller, `stacklevel` calls above, with the advice on balance, if there is any."""
     if advice:
         warnings.warn(advice, BalanceWarning, stacklevel=stacklevel + 1)
+
+
+def explain_call(
+    attention: Sharded,
+    schedule: Schedule,
+    sizes: Sizes,
+    *,
+    platform: str | None,
+    capability: tuple[int, int] | None,
+    devices_per_node: int | None,
+    scores: tuple[str, ...],
+) -> Explanation:
+    """`Attention.explain`, for a call of these sizes over all devices."""
+    check_scores(schedule, scores, sizes.query_tokens, sizes.key_tokens)
+    schedule = replace(schedule.on(platform, capability), scores=tuple(scores))
+    degrees = attention.degrees
+    sizes.check(degrees, mask=schedule.mask, layout=attention.layout)
+    nodes = mesh_crossing(attention.mesh, attention.axes, devices_per_node)
+    schedule, why, why_balance = choose(schedule, degrees, sizes)
+    share = degrees
+    if schedule.exchange == "sparse":  # Every sequence device has all heads of its tensor rank.
+        schedule = schedule.alone
+        share = replace(share, ring=share.sequence, group=1, team=1, head=1)
+    explanation = explain(
+        schedule,
+        sizes.share(share),
+        axes=attention.axes,
+        nodes=nodes,
+        why=why,
+        why_balance=why_balance,
+    )
+    warn_of_balance(explanation.advice, stacklevel=3)
+    return explanation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,14 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from startrail_jax.calls.arguments import Arguments
-from startrail_jax.calls.sharding import int32_ids
+from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.masks.algebra import shown
 from startrail_jax.shapes import EMPTY
 
 
-def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any:
-    """Which keys a mask shows to all queries: bools [batch, kv_seq]; None for every key."""
+def valid_keys(mask: Any, query: Array, key: Array, *, causal: bool) -> Any:
+    """Which keys a call's mask shows to all queries: bools [batch, kv_seq]; None for every key."""
     if mask is None:
         return None
     if isinstance(mask, (list, tuple)):
@@ -33,11 +32,11 @@ def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any
         # An additive mask has other values.
         fits &= bool(np.isin(values, (0, 1)).all())
     if not fits:
-        causal = "This attention is causal already: leave a causal mask out. "
+        already = "This attention is causal already: leave a causal mask out. "
         raise UnsupportedError(
             "Sequence-parallel attention serves a mask of keys, bools (or 0 and 1) "
             f"[batch, 1, 1, kv_seq] = {[rows, 1, 1, keys]}, and no dense mask; got mask="
-            f"{shown(mask)}. {causal if attention.causal else ''}Windows and the like are "
+            f"{shown(mask)}. {already if causal else ''}Windows and the like are "
             "mask=startrail_jax.masks... of the attention. Documents are segment_ids=, which "
             "functools.partial(attention, segment_ids=ids) brings through a module."
         )
@@ -46,7 +45,7 @@ def valid_keys(attention: Arguments, mask: Any, query: Array, key: Array) -> Any
     return jnp.broadcast_to(valid, (rows, keys)) if shape[0] < rows else valid
 
 
-def hide_keys(attention: Arguments, valid: Any, segment_ids: Any) -> tuple[Any, Any]:
+def hide_keys(attention: Sharded, valid: Any, segment_ids: Any) -> tuple[Any, Any]:
     """The segment ids of queries and keys, with -1 for keys that are not valid."""
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     of_queries, of_keys = ids
@@ -79,7 +78,7 @@ def empty_padding(lse: Array, ids: Array) -> Array:
 
 
 def pad_keys(
-    attention: Arguments, inputs: tuple[Array, ...], segment_ids: Any
+    attention: Sharded, inputs: tuple[Array, ...], segment_ids: Any
 ) -> tuple[tuple[Array, ...], Any]:
     """Query, key, value and segment ids, with the keys and values of cross-attention filled up to a
     length that the layout divides: text of 77 tokens, say, which few meshes divide.
@@ -100,12 +99,12 @@ def pad_keys(
     return (query, key, value), (of_queries, of_keys)
 
 
-def _filled(attention: Arguments, x: Array, missing: int, fill: int, spec: PartitionSpec) -> Array:
+def _filled(attention: Sharded, x: Array, missing: int, fill: int, spec: PartitionSpec) -> Array:
     widths = [(0, missing) if dim == 1 else (0, 0) for dim in range(x.ndim)]
     return placed(attention, jnp.pad(x, widths, constant_values=fill), spec)
 
 
-def placed(attention: Arguments, x: Array, spec: PartitionSpec) -> Array:
+def placed(attention: Sharded, x: Array, spec: PartitionSpec) -> Array:
     """An array on the Explicit axes of the mesh; the compiler places it on others."""
     if AxisType.Explicit not in attention.mesh.axis_types:
         return x

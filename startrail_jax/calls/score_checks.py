@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.blocks.scores import NAMES, Dropout, Scores
-from startrail_jax.calls.arguments import Arguments
+from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import check_shardings, check_static
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.masks import Mask
+from startrail_jax.rings.schedule import Schedule
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.xla.varying import varying_axes
 
@@ -26,7 +28,7 @@ _ARGUMENTS = {"words": "dropout_rng", "prefix": "prefix_lengths"}
 
 
 def check_scores(
-    attention: Arguments, scores: Sequence[str], query_tokens: int, key_tokens: int
+    schedule: Schedule, scores: Sequence[str], query_tokens: int, key_tokens: int
 ) -> None:
     """Raises what a call would that gives these scores."""
     if isinstance(scores, str):
@@ -39,7 +41,7 @@ def check_scores(
     if "slopes" in scores:
         _check_distances(query_tokens, key_tokens)
     if "bias" in scores:
-        _check_rows_stay(attention)
+        _check_rows_stay(schedule)
 
 
 def check_per_head(name: str, values: Any, heads: int, where: str = ", over all devices") -> Array:
@@ -54,12 +56,13 @@ def check_per_head(name: str, values: Any, heads: int, where: str = ", over all 
 
 
 def given_to_call(
-    attention: Arguments,
+    attention: Sharded,
+    schedule: Schedule,
     inputs: tuple[Array, ...],
     **given: Any,
 ) -> tuple[ScoreInputs, ScoreInputs]:
     """What a call gives beside query, key, value and segment ids, checked; and the specs of it."""
-    found = check_given(attention, inputs[0], inputs[1], **given)
+    found = check_given(schedule, inputs[0], inputs[1], **given)
     parts, tree = jax.tree_util.tree_flatten_with_path(found)
     fields = {str(path[-1].name): x for path, x in parts}
     arrays: dict[str, Any] = {_ARGUMENTS.get(name, name): x for name, x in fields.items()}
@@ -72,25 +75,25 @@ def given_to_call(
     return found, tree.unflatten(specs.values())
 
 
-def given_to_shards(attention: Arguments, query: Array, key: Array, **given: Any) -> ScoreInputs:
+def given_to_shards(schedule: Schedule, query: Array, key: Array, **given: Any) -> ScoreInputs:
     """What `Attention.local` gives beside its shards; a bias has the columns of all keys."""
-    shape = list(key.shape)
-    shape[1] *= attention.degrees.sequence
+    shape, ranks = list(key.shape), schedule.num_shards * schedule.head.degree
+    shape[1] *= ranks
     found = check_given(
-        attention,
+        schedule,
         query,
         jax.ShapeDtypeStruct(shape, key.dtype),
-        seq_len=query.shape[1] * attention.degrees.sequence,
+        seq_len=query.shape[1] * ranks,
         where=" of this device",
         **given,
     )
     if found.scores is not None and found.scores.dropout is not None:
-        _check_same_key(attention, found.scores.dropout.words)
+        _check_same_key(schedule, found.scores.dropout.words)
     return found
 
 
 def check_given(
-    attention: Arguments,
+    schedule: Schedule,
     query: Any,
     key: Any,
     *,
@@ -114,18 +117,18 @@ def check_given(
         slopes = check_per_head("slopes", slopes, query.shape[2], where)
         given["slopes"] = slopes.astype(jnp.float32)
     if bias is not None:
-        given["bias"] = _check_bias(attention, jnp.asarray(bias), query, key)
+        given["bias"] = _check_bias(schedule, jnp.asarray(bias), query, key)
     if rate := _check_rate(0.0 if deterministic else dropout_rate):
         words = _words(dropout_rng, rate)
         given["dropout"] = Dropout(words=words, rate=rate, shared=bool(broadcast_dropout))
     if sinks is not None:
         sinks = check_per_head("sinks", sinks, query.shape[2], where).astype(jnp.float32)
-    prefix = _check_prefix(attention, prefix_lengths, query)
+    prefix = _check_prefix(schedule.mask, prefix_lengths, query)
     return ScoreInputs(Scores(**given) if given else None, prefix, sinks)
 
 
-def _check_same_key(attention: Arguments, words: Array) -> None:
-    names = [name for role in SEQUENCE_ROLES for name in attention.axes[role].names]
+def _check_same_key(schedule: Schedule, words: Array) -> None:
+    names = [name for role in SEQUENCE_ROLES for name in getattr(schedule, role).names]
     differs = [name for name in names if name in varying_axes(words)]
     if differs:
         raise InputError(
@@ -136,12 +139,12 @@ def _check_same_key(attention: Arguments, words: Array) -> None:
         )
 
 
-def _check_prefix(attention: Arguments, lengths: Any, query: Any) -> Array | None:
-    if (lengths is not None) != attention.resolved_mask.per_row:
+def _check_prefix(mask: Mask, lengths: Any, query: Any) -> Array | None:
+    if (lengths is not None) != mask.per_row:
         given = "no prefix_lengths" if lengths is None else "prefix_lengths"
         raise InputError(
             "prefix_lengths go with masks.Prefix() without a length, and the other way round; got "
-            f"{given} and mask={attention.resolved_mask}. Give both or neither."
+            f"{given} and mask={mask}. Give both or neither."
         )
     if lengths is None:
         return None
@@ -173,7 +176,7 @@ def _check_distances(query_tokens: int, key_tokens: int) -> None:
         )
 
 
-def _check_bias(attention: Arguments, bias: Array, query: Any, key: Any) -> Array:
+def _check_bias(schedule: Schedule, bias: Array, query: Any, key: Any) -> Array:
     batch, tokens, heads, _ = query.shape
     fits = bias.ndim == 4 and bias.shape[2:] == (tokens, key.shape[1])
     fits = fits and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
@@ -192,15 +195,15 @@ def _check_bias(attention: Arguments, bias: Array, query: Any, key: Any) -> Arra
             f"[1 or {batch}, 1 or {heads}, {tokens}, {key.shape[1]}]; got {bias.dtype} "
             f"{list(bias.shape)}. {way_out}"
         )
-    _check_rows_stay(attention)
+    _check_rows_stay(schedule)
     return bias
 
 
-def _check_rows_stay(attention: Arguments) -> None:
-    if attention.backward == "query" and attention.degrees.ring > 1:
+def _check_rows_stay(schedule: Schedule) -> None:
+    if schedule.backward == "query" and schedule.ring.degree > 1:
         raise UnsupportedError(
             "A bias needs queries that stay on their devices, as its rows would have to travel "
-            f"with them; got backward='query' and ring={attention.degrees.ring}. Use "
+            f"with them; got backward='query' and ring={schedule.ring.degree}. Use "
             "backward='kv' or 'auto', or degrees with ring=1."
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import jax
@@ -30,30 +29,19 @@ from startrail_jax.rings.sizes import check_heads
 from startrail_jax.tokens.layout import Layout, check_unsharded, token_axis
 
 
-@dataclass(frozen=True)
 class Sharded:
-    """The arguments and methods of `Attention` for the sharding of arrays."""
+    """Arrays on the mesh of an `Attention` or a `LinearAttention`: their shardings, and copies from
+    the host and back. The fields are those of the two."""
 
     mesh: Mesh | AbstractMesh
-    """The mesh of the devices. Its axes have the roles data, group, ring, team, head and tensor;
-    arrays are replicated over axes without a role."""
-    _: KW_ONLY
-    layout: Any = None
-    """Placement of tokens: a `Layout`, its kind, or None for "contiguous", natural order. Under a
-    causal mask "zigzag" gives all devices the same work, and `shard` brings arrays into its order.
-    The attribute of an instance is always a `Layout`."""
-    axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None = None
-    """Mesh axes whose role differs from their name, such as {"ring": "context"}."""
-    axis: str | Sequence[str] | None = None
-    """One axis for all sequence roles, such as "context", on a mesh of another program; None if
-    each role has its own axis. Several axes count as one, the first slowest. Along the axis, the
-    closest neighbours form a head exchange, and the next sets a team, a group and a ring."""
-    degrees: Any = None
-    """With `axis`, the `Degrees` along it; None for Ring Attention. The mesh determines the degrees
-    of data and tensor. The attribute of an instance always holds all six degrees: to change the
-    mesh by `dataclasses.replace`, also pass `degrees`, or None."""
+    layout: Any
+    axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
+    axis: str | Sequence[str] | None
+    degrees: Any
 
-    def __post_init__(self) -> None:
+    def resolve_places(self) -> None:
+        """Checks the fields of a new instance, and gives them the form that they have from then on:
+        an `AxisNames`, all six degrees, and a `Layout`."""
         check_mesh(self.mesh)
         if self.axis is None:
             check_sequence_axis(self.mesh, self.axis_names)
@@ -157,7 +145,7 @@ class Sharded:
                 f"{list(shape)}. Add dimensions of 1 for what rows or heads share."
             )
         if shape[0] > 1:
-            self._check_batch(shape[0])
+            self.check_batch(shape[0])
         if shape[1] > 1:
             check_heads(self.degrees, shape[1], shape[1])
         ordered = self.layout.permute(self.layout.permute(bias, axis=2), axis=3)
@@ -284,14 +272,15 @@ class Sharded:
                 f"shard needs arrays [batch, seq, ...]; got one of shape {list(shape)}. "
                 "Add a batch dimension, x[None]."
             )
-        self._check_batch(shape[0])
+        self.check_batch(shape[0])
         return self._put(self.layout.permute(x), self._spec_of(shape))
 
     def _spec_of(self, shape: tuple[int, ...]) -> PartitionSpec:
         """How `shard` shards arrays of a shape."""
         return self.key_spec(shape[2]) if len(shape) == 4 else self.sequence_spec
 
-    def _check_batch(self, batch: int) -> None:
+    def check_batch(self, batch: int) -> None:
+        """Raises a ValueError unless the data degree divides a batch."""
         if batch % self.degrees.data:
             raise InputError(
                 f"The data degree must divide the batch; got batch={batch}, "

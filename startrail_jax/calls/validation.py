@@ -14,9 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from startrail_jax import masks
-from startrail_jax.calls.arguments import Arguments, check_padding_id, check_softcap
 from startrail_jax.calls.key_masks import as_negative, hide_keys, pad_keys, valid_keys
-from startrail_jax.calls.sharding import int32_ids
+from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, ShapeWarning, UnsupportedError
 from startrail_jax.rings.sizes import WIDTHS, Sizes
@@ -28,61 +27,34 @@ _INPUTS = ("query", "key", "value", "segment_ids", "key segment_ids")
 
 
 def served_call(
-    attention: Arguments,
+    attention: Sharded,
     arrays: tuple[Any, Any, Any],
     segment_ids: Any,
     dtype: Any,
     *,
-    is_causal: bool,
-    scale: Any,
-    implementation: Any,
-    local_window_size: Any,
-    softcap: Any,
-    padding_id: Any,
+    of_scores: masks.Mask,
     mask: Any,
+    padding_id: int | None,
     pads_keys: bool,
-    **unserved: Any,
-) -> tuple[dict[str, Any], tuple[Array, ...], tuple[PartitionSpec, ...]]:
-    """All that a call of an attention requires, in one visit.
+) -> tuple[tuple[Array, ...], tuple[PartitionSpec, ...]]:
+    """Query, key, value and the arrays of segment ids of a call, as JAX arrays that fit each other
+    and the mesh, and the spec of each of them.
 
     Segment ids are None, one array, or a pair of which each is an array or None. With a `dtype`,
-    query, key and value are cast to it. If `pads_keys`, keys of a length that does not fit may be
-    filled up. What is `unserved` must be None.
-
-    Returns the options of the attention that this call replaces; query, key, value and the arrays
-    of segment ids as JAX arrays; and the spec of each of them.
+    query, key and value are cast to it. `of_scores` is the mask of the attention, and `mask` that
+    of the call, for keys. If `pads_keys`, keys of a length that does not fit may be filled up.
     """
-    check_whole(attention.mesh)
-    _refuse_unserved(unserved)
-    check_static(is_causal=is_causal)
-    if is_causal and not attention.causal:
-        raise InputError(
-            "is_causal=True needs a causal attention; got an instance with causal=False and "
-            f"mask={attention.resolved_mask}. Build Attention(mesh, causal=True), or combine its "
-            "mask with masks.Causal()."
-        )
-    options = _call_options(
-        attention,
-        scale=scale,
-        backend=implementation,
-        window=local_window_size,
-        softcap=softcap,
-        padding_id=padding_id,
-    )
     inputs = tuple(jnp.asarray(x, dtype) for x in arrays)
     if all(x.ndim == 4 for x in inputs):
-        valid = valid_keys(attention, mask, *inputs[:2])
-        padding_id = options.get("padding_id", attention.padding_id)
+        valid = valid_keys(mask, *inputs[:2], causal=of_scores.causal)
         segment_ids = as_negative(padding_id, segment_ids)
         _check_segments(inputs[0], inputs[1], _shapes_of_ids(inputs, segment_ids))
         if valid is not None:
             segment_ids = hide_keys(attention, valid, segment_ids)
-        if pads_keys and isinstance(attention.resolved_mask, masks.Full):
+        if pads_keys and isinstance(of_scores, masks.Full):
             inputs, segment_ids = pad_keys(attention, inputs, segment_ids)
         _warn_of_dimensions(*inputs[:2])
-    check_arrays(
-        *inputs, degrees=attention.degrees, layout=attention.layout, mask=attention.resolved_mask
-    )
+    check_arrays(*inputs, degrees=attention.degrees, layout=attention.layout, mask=of_scores)
     ids = _segment_arrays(attention, inputs, segment_ids)
     _check_segments(inputs[0], inputs[1], ids)
     inputs += ids
@@ -93,7 +65,7 @@ def served_call(
         *(attention.sequence_spec for _ in inputs[3:]),
     )
     check_shardings(_INPUTS, inputs, specs, attention.mesh)
-    return options, inputs, specs
+    return inputs, specs
 
 
 def _warn_of_dimensions(query: Array, key: Array) -> None:
@@ -122,7 +94,7 @@ _WAYS_OUT = {
 }
 
 
-def _refuse_unserved(options: Mapping[str, Any]) -> None:
+def refuse_unserved(options: Mapping[str, Any]) -> None:
     """Raises a NotImplementedError for an option that asks for what this op does not do."""
     for name, value in options.items():
         if name not in _WAYS_OUT:
@@ -148,54 +120,8 @@ def _is_precision(value: Any) -> bool:
     return all(x is None or isinstance(x, jax.lax.Precision) or x in names for x in given)
 
 
-def _call_options(
-    attention: Arguments, *, scale: Any, backend: Any, window: Any, softcap: Any, padding_id: Any
-) -> dict[str, Any]:
-    """The options of an attention that arguments of a call replace."""
-    options: dict[str, Any] = {}
-    if softcap is not None:
-        check_softcap(softcap)
-        options["softcap"] = float(softcap)
-    if padding_id is not None:
-        check_padding_id(padding_id)
-        options["padding_id"] = padding_id
-    if scale is not None:
-        if isinstance(scale, jax.Array):
-            raise UnsupportedError(
-                "scale must be a Python number, as it is compiled into the kernels; got an array "
-                f"{jax.typeof(scale)}. Multiply the query by it, and pass scale=1.0."
-            )
-        options["scale"] = float(scale)
-    if backend is not None:
-        if backend not in ("xla", "cudnn"):
-            raise InputError(
-                f"implementation must be 'xla' or 'cudnn'; got implementation={backend!r}. Leave "
-                "it out for the backend of the attention."
-            )
-        options["backend"] = backend
-    if window is not None:
-        before, _ = window if isinstance(window, tuple) else (window, window)
-        if not attention.causal or attention.mask is not None:
-            raise UnsupportedError(
-                "local_window_size needs a causal attention without a mask of its own; got "
-                f"local_window_size={window}, causal={attention.causal}, mask={attention.mask}. "
-                "Build Attention(mesh, causal=True), or Attention(mesh, mask=masks.Window(...))."
-            )
-        # jax counts the keys before a query, and `window` counts the query's own key too.
-        options["window"] = before + 1
-        masks.resolve(None, causal=True, window=options["window"])
-    for name, value in options.items():
-        own = getattr(attention, name)
-        if own not in (None, "auto", value):
-            raise InputError(
-                f"A call may set an option that its attention leaves open; got {name}={value!r} "
-                f"for an attention with {name}={own!r}. Leave one of them out."
-            )
-    return options
-
-
 def _segment_arrays(
-    attention: Arguments, inputs: tuple[Array, ...], segment_ids: Any
+    attention: Sharded, inputs: tuple[Array, ...], segment_ids: Any
 ) -> tuple[Array, ...]:
     """The segment ids of checked inputs as JAX arrays: none, one, or those of both sides."""
     ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
@@ -215,7 +141,7 @@ def _shapes_of_ids(inputs: tuple[Array, ...], segment_ids: Any) -> tuple[Any, ..
     return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
 
-def _of_one(attention: Arguments, tokens: Array) -> Any:
+def _of_one(attention: Sharded, tokens: Array) -> Any:
     """The segment ids of tokens [batch, seq, ...] that are all of one document."""
     zeros = np.zeros(tokens.shape[:2], np.int32)
     if AxisType.Explicit not in attention.mesh.axis_types:
@@ -300,6 +226,16 @@ def check_shards(
 
     ids = () if query_ids is None else (query_ids, key_ids)
     check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
+
+
+def check_causal(is_causal: bool, mask: masks.Mask) -> None:
+    """Raises a ValueError if a call asks an attention with another mask to be causal."""
+    if is_causal and not mask.causal:
+        raise InputError(
+            "is_causal=True needs a causal attention; got an instance with causal=False and "
+            f"mask={mask}. Build Attention(mesh, causal=True), or combine its mask with "
+            "masks.Causal()."
+        )
 
 
 def check_static(**flags: Any) -> None:

@@ -1,15 +1,66 @@
-"""The short causal convolution in front of linear attention, over the tokens of one device."""
+"""The short causal convolution in front of linear attention."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from startrail_jax.devices.degrees import Axis
+from startrail_jax.calls.sharding import Sharded
+from startrail_jax.devices.axes import flat_axis
+from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
+from startrail_jax.errors import InputError
+from startrail_jax.linear.dispatch import heads_spec
 from startrail_jax.linear.halo import begins, kept, slices_and_before
 from startrail_jax.rings import collectives
 from startrail_jax.tokens.layout import Layout
+from startrail_jax.xla.varying import alike
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run_conv(attention: Sharded, returns_last: bool, *arrays: Any) -> tuple[Array, Any]:
+    """The convolution of whole arrays on the devices of the mesh, after all checks: the outputs,
+    and the last inputs or None. The arrays are x, kernel, what stands before x, and segment ids."""
+    x = arrays[0]
+    data, seq, *rest = heads_spec(attention, x.shape[2], x.ndim)
+    spec, beside = PartitionSpec(data, seq, *rest), PartitionSpec(data, None, *rest)
+    return jax.shard_map(
+        functools.partial(conv_of_shards, attention, returns_last),
+        mesh=attention.mesh,
+        in_specs=(spec, PartitionSpec(None, *rest), beside, attention.sequence_spec),
+        out_specs=(spec, beside if returns_last else None),
+    )(*arrays)
+
+
+def conv_of_shards(
+    attention: Sharded,
+    returns_last: bool,
+    x: Array,
+    kernel: Array,
+    first: Array,
+    ids: Array | None,
+) -> tuple[Array, Any]:
+    """What one device computes of a convolution."""
+    layout, axis = attention.layout, flat_axis(attention.axes, SEQUENCE_ROLES)
+    # In float32, for the sum of its gradient over devices.
+    x, kernel, first, ids = alike(x, kernel.astype(jnp.float32), first, ids)
+    here = x.shape[1] // (2 if layout.kind == "zigzag" else 1)
+    if here < first.shape[1]:
+        raise InputError(
+            "Each slice of a device must have at least width - 1 tokens; got "
+            f"{here}, width={len(kernel)}. Use fewer devices."
+        )
+    x = x if ids is None else kept(ids >= 0, x)
+    out = conv_on_device(layout, axis, x, kernel, ids, first)
+    out = out if ids is None else kept(ids >= 0, out)
+    if not returns_last:
+        return out, None
+    ids = jnp.zeros_like(x, jnp.int32, shape=x.shape[:2]) if ids is None else ids
+    return out, last_inputs(layout, axis, x, ids, first)
 
 
 def conv_on_device(

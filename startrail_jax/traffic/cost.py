@@ -187,7 +187,7 @@ def communication(
             `call`.
         devices_per_node: number of devices in a node. Each `Traffic` then has `nodes`, the bytes
             that the ports of the nodes carry.
-        **options: those of `startrail_jax.rings.options.Options`, as for `Attention`.
+        **options: those of `Attention` that say how it communicates, from `backward` to `balance`.
 
     Returns:
         The bytes. In a group of n devices, each receives n - 1 shards in an all_gather or
@@ -221,7 +221,7 @@ def communication(
     sizes.check(degrees, mask=shown, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
     check_head_chunks(wished.head_chunks, share.kv_heads)
-    schedule, *_ = choose(schedule_of(degrees, shown, placed, **wished.options), degrees, sizes)
+    schedule, *_ = choose(schedule_of(degrees, shown, placed, **vars(wished)), degrees, sizes)
     passes = passes_of(schedule, degrees, sizes, shared_ids=key_len is None)
     order, grid = placed_on_nodes(degrees, order, devices_per_node, passes[-1])
     there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)

@@ -146,6 +146,7 @@ def test_program_has_an_exchange_only_if_it_is_wanted():
         assert text.count("stablehlo.collective_permute") == permutes, balance
 
 
+@pytest.mark.usefixtures("unchecked")  # The error of the package, not of the type checker.
 def test_exchange_that_cannot_be_is_refused():
     x = [np.zeros((1, 24, 8, 4), "f4")] * 3
     with refused(UnsupportedError, "zigzag"):

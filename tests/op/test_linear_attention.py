@@ -679,8 +679,10 @@ def test_mistakes_are_named():
     attention = attention_on(st.Degrees(ring=2), "gated_delta")
     q, k, v, decay, beta, state, *_ = map(jnp.asarray, inputs("gated_delta", 8))
     mesh = attention.mesh
-    with refused(InputError, "rule must be one of", "None"):
+    with pytest.raises(TypeError, match="'rule'"):
         st.LinearAttention(mesh)
+    with refused(InputError, "rule must be one of", "None"):
+        st.LinearAttention(mesh, rule=None)
     with refused(InputError, "rule must be one of", "'delta'"):
         st.LinearAttention(mesh, rule="delta")
     with refused(InputError, "scale must be", "inf"):

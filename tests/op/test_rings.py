@@ -1,5 +1,6 @@
 """The schedule: who meets whom, in how many rounds."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -15,6 +16,7 @@ from startrail_jax.blocks import xla
 from startrail_jax.blocks.tiles import visible_tiles
 from startrail_jax.devices.degrees import Axis, Cycle
 from startrail_jax.rings import schedule as schedules
+from startrail_jax.rings.options import Options
 from startrail_jax.rings.ring_loop import circulate
 from startrail_jax.rings.rounds import ring_offsets
 from startrail_jax.tokens.layout import Layout
@@ -22,6 +24,19 @@ from startrail_jax.tokens.layout import Layout
 
 def schedule_of(degrees, **options):
     return make_attention(degrees, **options).schedule
+
+
+def test_options_of_communication_are_those_of_attention():
+    """With the same types and defaults, and all of them reach the schedule."""
+    fields = {x.name: (x.type, x.default) for x in dataclasses.fields(st.Attention)}
+    own = {x.name: (x.type, x.default) for x in dataclasses.fields(Options)}
+    assert len(own) == 8
+    assert own.items() <= fields.items()
+    others = dict(backward="kv", inner=2, head_chunks=2, keep_gathered=True, balance="layout")
+    others |= dict(gradient_dtype="bfloat16", exchange="rings", published=True)
+    assert others.keys() == own.keys()
+    schedule = schedule_of(st.Degrees.startrail(8, c=2), **others)
+    assert {name: getattr(schedule, name) for name in others} == others
 
 
 def devices_of(schedule):
