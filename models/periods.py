@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from models.parts.gpt import stack_name
+from models.patterns import loops_of
 from models.rope import Rope
-from startrail_jax.patterns import loops_of
 
 ATTENTION = "blocks"
 """The stack of layers of attention and an MLP, which all models have."""

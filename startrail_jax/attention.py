@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax import blocks, masks
-from startrail_jax.calls.arguments import check_padding_id, check_softcap, options_of_call
+from startrail_jax import masks
+from startrail_jax.calls.arguments import BackendArgument, check_arguments, options_of_call
 from startrail_jax.calls.cache import (
     decode,
     decode_shards,
@@ -27,7 +27,6 @@ from startrail_jax.calls.cache import (
 )
 from startrail_jax.calls.dispatch import attend, attend_whole
 from startrail_jax.calls.explain import Explanation, explain_call
-from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.calls.score_checks import given_to_call, given_to_shards
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import (
@@ -40,19 +39,16 @@ from startrail_jax.calls.validation import (
 )
 from startrail_jax.devices.axes import AxisNames, device_kind
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
-from startrail_jax.errors import InputError
 from startrail_jax.rings.options import (
     OPTIONS,
     Backward,
     Balance,
     Exchange,
     GradientDtype,
-    Options,
 )
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes, dtype_name
-from startrail_jax.values import adopt, is_real, real, truth, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Attention(Sharded):
     padding_id: int | None = None
     """A segment id that marks padding in addition to negative ids, such as 0 in MaxText; None for
     only negative ids."""
-    backend: blocks.Backend | list[str | blocks.Block] = "auto"
+    backend: BackendArgument = "auto"
     """Block kernels: "cudnn" (NVIDIA GPUs, 16-bit dtypes, simple masks), "tiled" (NVIDIA
     GPUs, everything), "xla" (all platforms, everything), or "auto" for the first of these that
     supports the inputs on the devices of the mesh; "fa4" (FlashAttention-4, on Hopper and later, by
@@ -150,23 +146,7 @@ class Attention(Sharded):
     exchange where it saves more time than it takes. See `Attention.explain`."""
 
     def __post_init__(self) -> None:
-        adopt(self, whole, "window", "padding_id")
-        adopt(self, truth, "causal")
-        adopt(self, real, "scale", "softcap")
-        self.resolve_places()
-        options = Options(**{name: getattr(self, name) for name in OPTIONS})
-        for name, value in vars(options).items():
-            object.__setattr__(self, name, value)
-        if not (self.scale is None or is_real(self.scale)):
-            raise InputError(
-                f"scale must be a finite number or None; got scale={self.scale!r}. None is "
-                "head_dim ** -0.5."
-            )
-        options.check(self.degrees)
-        object.__setattr__(self, "backend", blocks.check_backend(self.backend))
-        object.__setattr__(self, "causal", self.resolved_mask.causal)
-        check_softcap(self.softcap)
-        check_padding_id(self.padding_id)
+        check_arguments(self)
 
     @functools.cached_property
     def resolved_mask(self) -> masks.Mask:
@@ -370,13 +350,12 @@ class Attention(Sharded):
         )
         attention = dataclasses.replace(self, **options) if options else self
         inputs, specs = served_call(
-            self,
+            attention,
             (query, key, value),
             segment_ids,
             dtype,
             of_scores=self.resolved_mask,
             mask=mask,
-            padding_id=attention.padding_id,
             pads_keys=bias is None,
         )
         given, given_specs = given_to_call(
@@ -437,7 +416,7 @@ class Attention(Sharded):
         whole = given_to_shards(self.schedule, query, key, **given)
         kv_heads = key.shape[2] * self.degrees.tensor
         shared = query_segments is key_segments
-        query_segments, key_segments = as_negative(self.padding_id, (query_segments, key_segments))
+        query_segments, key_segments = self.mark_padding((query_segments, key_segments))
         ids = query_segments, query_segments if shared else key_segments
         return self._on_device(whole, query, key, value, *ids, kv_heads=kv_heads)
 

@@ -33,12 +33,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float
 
 from startrail_jax.attention import Attention
-from startrail_jax.calls.key_masks import as_negative, placed
+from startrail_jax.blocks.shapes import EMPTY
 from startrail_jax.errors import BalanceWarning, UnsupportedError
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.testing import STATES, StateProblem, in_natural_order
-from startrail_jax.rings.score_units import ScoreInputs
-from startrail_jax.shapes import EMPTY
 
 # The largest error that is allowed in float32, relative to the largest absolute value of a result.
 # It holds for lse in every dtype, as lse is always float32. A rounding is at most 6e-8 of a value,
@@ -528,7 +526,7 @@ def _visible(attention: Attention, inputs: _Inputs) -> Bool[Any, "B T S"]:
     seen = np.asarray(attention.resolved_mask.visible(query[None], key[None, None]))
     seen = np.broadcast_to(seen, (batch, query_len, len(key)))
     if inputs.segment_ids is not None:
-        query_ids, key_ids = as_negative(attention.padding_id, inputs.segment_ids)
+        query_ids, key_ids = attention.mark_padding(inputs.segment_ids)
         seen = seen & (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids[:, :, None] >= 0)
     return seen
 
@@ -594,8 +592,8 @@ class _Dense(Attention):
     def _whole(
         self,
         specs: tuple[PartitionSpec, ...],
-        given_specs: ScoreInputs,
-        given: ScoreInputs,
+        given_specs: Any,
+        given: Any,
         *inputs: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         if given.scores is not None and given.scores.dropout is not None:
@@ -606,13 +604,11 @@ class _Dense(Attention):
         (batch, length, heads, _), kv_length = inputs[0].shape, inputs[1].shape[1]
         _check_size(batch, heads, length, kv_length, data=1)
         self.calls.append(inputs[0].shape)
-        whole = jax.tree.map(lambda x: placed(self, x, PartitionSpec()), (given, inputs))
+        whole = jax.tree.map(lambda x: self.placed(x, PartitionSpec()), (given, inputs))
         out, lse = jax.checkpoint(self._dense)(*whole)
-        return placed(self, out, specs[0]), placed(self, lse, self.lse_spec)
+        return self.placed(out, specs[0]), self.placed(lse, self.lse_spec)
 
-    def _dense(
-        self, given: ScoreInputs, inputs: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, jax.Array]:
+    def _dense(self, given: Any, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Output and log-sum-exp, as `_reference` writes them, of replicated arrays."""
         query, key, value, *of_tokens = inputs
         dtype = query.dtype

@@ -19,7 +19,7 @@ OP = "startrail_jax"
 # Lowest first. A unit may import itself and the units of the layers below, and no unit of its own
 # layer: so `trainer.gpt` and `trainer.dit` do not know each other.
 LAYERS = (
-    {f"{OP}.errors", f"{OP}.patterns", f"{OP}.shapes", f"{OP}.values"},
+    {f"{OP}.errors", f"{OP}.values"},
     {f"{OP}.tokens", f"{OP}.devices"},
     {f"{OP}.masks", f"{OP}.xla"},
     {f"{OP}.blocks"},
@@ -58,10 +58,8 @@ LAYERS = (
 OP_MAY_USE = {"jax", "numpy", "jaxtyping", "einops"}
 MODELS_MAY_USE_OF_OP = {
     f"{OP}.errors",
-    f"{OP}.shapes",
     f"{OP}.xla.ordering",
     f"{OP}.xla.varying",
-    f"{OP}.patterns",
 }
 
 

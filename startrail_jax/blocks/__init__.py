@@ -18,9 +18,9 @@ from jaxtyping import Array
 from startrail_jax.blocks import cudnn, fa4, tiled, xla
 from startrail_jax.blocks.base import Block, Pair, Request
 from startrail_jax.blocks.flash import Flash
+from startrail_jax.blocks.shapes import LseShard, OutShard
 from startrail_jax.blocks.softmax import Partials
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.shapes import LseShard, OutShard
 
 # To add a backend, name it here, and in the order in which "auto" tries them.
 BACKENDS: dict[str, Block] = {

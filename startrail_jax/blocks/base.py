@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Array
 
 from startrail_jax.blocks.scores import PLAIN, Scores
+from startrail_jax.blocks.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.blocks.softmax import Partials
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Mask
-from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 
 
 @dataclass(frozen=True, kw_only=True)

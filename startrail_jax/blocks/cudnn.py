@@ -23,7 +23,7 @@ from jaxtyping import Array, Float32, Int32
 
 from startrail_jax.blocks import softmax
 from startrail_jax.blocks.base import Request
-from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.blocks.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.varying import alike, as_varying
 
 DTYPES = ("bfloat16", "float16")

@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 from startrail_jax.blocks.base import Request
 from startrail_jax.blocks.cudnn import DTYPES, Segments, refusal_of_scores
+from startrail_jax.blocks.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.masks.algebra import causal_window
-from startrail_jax.shapes import KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.varying import alike
 
 # See `packed.Kernels`.

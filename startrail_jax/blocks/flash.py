@@ -30,11 +30,11 @@ from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.cudnn import output_for
 from startrail_jax.blocks.packed import Ids, Kernels
 from startrail_jax.blocks.pieces import MOST_BLOCKS, Pieces
+from startrail_jax.blocks.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
 from startrail_jax.blocks.visibility import Cases, Visibility
 from startrail_jax.masks import BlockCausal, Causal, Full
 from startrail_jax.masks.algebra import causal_window
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.varying import alike
 
 # Number of attentions to merge at a time. More of them take more memory; with fewer of them the

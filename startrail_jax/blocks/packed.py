@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 
 from startrail_jax.blocks.base import Request
 from startrail_jax.blocks.cudnn import Segments
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
+from startrail_jax.blocks.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.varying import alike
 
 # Ratio of the longest and the shortest document of one call, and the fewest tokens that the longest

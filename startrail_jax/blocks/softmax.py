@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Shaped
 
-from startrail_jax.shapes import EMPTY
+from startrail_jax.blocks.shapes import EMPTY
 
 # Attentions (out, lse) or (out, lse, low) of the same queries to disjoint sets of keys. Each out is
 # normalised over its own keys. A row that sees none of them has out 0, lse EMPTY and low 0. `low`

@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from startrail_jax.blocks import cudnn
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.scores import Scores, ScoreTile
+from startrail_jax.blocks.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.blocks.tiles import (
     Tiling,
@@ -42,7 +43,6 @@ from startrail_jax.blocks.tiles import (
 )
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Full
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.xla.ordering import zeros_after
 
 # Tokens of a coarse tile, of queries and of keys. At this size the work of the kernel, which grows

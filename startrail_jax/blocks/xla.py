@@ -21,10 +21,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.scores import Scores, ScoreTile
+from startrail_jax.blocks.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely
 from startrail_jax.blocks.tiles import Tiling, mask_logits, visible_in_tiles, visible_tiles
 from startrail_jax.blocks.visibility import Visibility
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard
 from startrail_jax.xla.ordering import zeros_after
 
 # Rows (queries times heads that share a key head) and columns (keys) of one tile of logits.

@@ -6,9 +6,43 @@ from typing import Any
 
 import jax
 
-from startrail_jax import masks
+from startrail_jax import blocks, masks
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.values import is_real, real, whole
+from startrail_jax.rings.options import OPTIONS, Options
+from startrail_jax.values import adopt, is_real, real, truth, whole
+
+BackendArgument = blocks.Backend | list[str | blocks.Block]
+"""What users may give as `Attention.backend`."""
+
+
+def check_arguments(attention: Any) -> None:
+    """Checks the fields of a new `Attention`, and gives them the form that they have from then on:
+    numbers and truth values of Python, and what `causal`, `degrees` and `layout` stand for."""
+    adopt(attention, whole, "window")
+    adopt(attention, truth, "causal")
+    adopt(attention, real, "softcap")
+    attention.resolve_places()
+    options = Options(**{name: getattr(attention, name) for name in OPTIONS})
+    for name, value in vars(options).items():
+        object.__setattr__(attention, name, value)
+    check_shared(attention, scale="head_dim ** -0.5")
+    options.check(attention.degrees)
+    object.__setattr__(attention, "backend", blocks.check_backend(attention.backend))
+    object.__setattr__(attention, "causal", attention.resolved_mask.causal)
+    check_softcap(attention.softcap)
+
+
+def check_shared(attention: Any, *, scale: str) -> None:
+    """Does so with the fields that `LinearAttention` has too: `scale`, of which a default is named,
+    and `padding_id`."""
+    adopt(attention, real, "scale")
+    adopt(attention, whole, "padding_id")
+    if not (attention.scale is None or is_real(attention.scale)):
+        raise InputError(
+            f"scale must be a finite number or None; got scale={attention.scale!r}. None is "
+            f"{scale}."
+        )
+    check_padding_id(attention.padding_id)
 
 
 def options_of_call(

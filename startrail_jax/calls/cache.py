@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from startrail_jax.blocks.shapes import EMPTY, KeyShard, LseShard, QueryShard, ValueShard
 from startrail_jax.blocks.softmax import cap_logits, rows
 from startrail_jax.calls.score_checks import check_per_head
 from startrail_jax.calls.sharding import Sharded
@@ -26,7 +27,6 @@ from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.rings import collectives
 from startrail_jax.rings.schedule import Schedule
 from startrail_jax.rings.sizes import check_heads
-from startrail_jax.shapes import EMPTY, KeyShard, LseShard, QueryShard, ValueShard
 from startrail_jax.tokens.layout import Runs
 from startrail_jax.xla.varying import alike
 

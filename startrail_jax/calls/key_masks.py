@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from startrail_jax.blocks.shapes import EMPTY
 from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.errors import UnsupportedError
 from startrail_jax.masks.algebra import shown
-from startrail_jax.shapes import EMPTY
 
 
 def valid_keys(mask: Any, query: Array, key: Array, *, causal: bool) -> Any:
@@ -51,20 +50,8 @@ def hide_keys(attention: Sharded, valid: Any, segment_ids: Any) -> tuple[Any, An
     of_queries, of_keys = ids
     rows, keys = valid.shape
     if rows % attention.degrees.data == 0 == keys % attention.layout.multiple:
-        valid = placed(attention, jnp.asarray(valid), attention.sequence_spec)
+        valid = attention.placed(jnp.asarray(valid), attention.sequence_spec)
     return of_queries, jnp.where(valid, 0 if of_keys is None else int32_ids(of_keys), -1)
-
-
-def as_negative(padding_id: int | None, segment_ids: Any) -> Any:
-    """Segment ids with -1 in the place of the id of padding."""
-    if padding_id is None:
-        return segment_ids
-
-    def marked(ids: Any) -> Any:
-        where = jnp.where if isinstance(ids, jax.Array) else np.where
-        return where(ids == padding_id, np.int32(-1), int32_ids(ids))
-
-    return jax.tree.map(marked, segment_ids)
 
 
 def without_padding(x: Array, ids: Array) -> Array:
@@ -101,11 +88,4 @@ def pad_keys(
 
 def _filled(attention: Sharded, x: Array, missing: int, fill: int, spec: PartitionSpec) -> Array:
     widths = [(0, missing) if dim == 1 else (0, 0) for dim in range(x.ndim)]
-    return placed(attention, jnp.pad(x, widths, constant_values=fill), spec)
-
-
-def placed(attention: Sharded, x: Array, spec: PartitionSpec) -> Array:
-    """An array on the Explicit axes of the mesh; the compiler places it on others."""
-    if AxisType.Explicit not in attention.mesh.axis_types:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(attention.mesh, spec))
+    return attention.placed(jnp.pad(x, widths, constant_values=fill), spec)

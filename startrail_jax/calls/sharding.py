@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from startrail_jax.devices.axes import (
     AxisNames,
@@ -38,6 +39,7 @@ class Sharded:
     axis_names: AxisNames | Mapping[str, str | tuple[str, ...]] | None
     axis: str | Sequence[str] | None
     degrees: Any
+    padding_id: int | None
 
     def resolve_places(self) -> None:
         """Checks the fields of a new instance, and gives them the form that they have from then on:
@@ -278,6 +280,23 @@ class Sharded:
     def _spec_of(self, shape: tuple[int, ...]) -> PartitionSpec:
         """How `shard` shards arrays of a shape."""
         return self.key_spec(shape[2]) if len(shape) == 4 else self.sequence_spec
+
+    def mark_padding(self, segment_ids: Any) -> Any:
+        """Segment ids, or a tree of them, with -1 in the place of the id of padding."""
+        if self.padding_id is None:
+            return segment_ids
+
+        def marked(ids: Any) -> Any:
+            where = jnp.where if isinstance(ids, jax.Array) else np.where
+            return where(ids == self.padding_id, np.int32(-1), int32_ids(ids))
+
+        return jax.tree.map(marked, segment_ids)
+
+    def placed(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """An array on the Explicit axes of the mesh; the compiler places it on others."""
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return x
+        return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
 
     def check_batch(self, batch: int) -> None:
         """Raises a ValueError unless the data degree divides a batch."""

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from startrail_jax import masks
-from startrail_jax.calls.key_masks import as_negative, hide_keys, pad_keys, valid_keys
+from startrail_jax.calls.key_masks import hide_keys, pad_keys, valid_keys
 from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, ShapeWarning, UnsupportedError
@@ -34,7 +34,6 @@ def served_call(
     *,
     of_scores: masks.Mask,
     mask: Any,
-    padding_id: int | None,
     pads_keys: bool,
 ) -> tuple[tuple[Array, ...], tuple[PartitionSpec, ...]]:
     """Query, key, value and the arrays of segment ids of a call, as JAX arrays that fit each other
@@ -47,7 +46,7 @@ def served_call(
     inputs = tuple(jnp.asarray(x, dtype) for x in arrays)
     if all(x.ndim == 4 for x in inputs):
         valid = valid_keys(mask, *inputs[:2], causal=of_scores.causal)
-        segment_ids = as_negative(padding_id, segment_ids)
+        segment_ids = attention.mark_padding(segment_ids)
         _check_segments(inputs[0], inputs[1], _shapes_of_ids(inputs, segment_ids))
         if valid is not None:
             segment_ids = hide_keys(attention, valid, segment_ids)

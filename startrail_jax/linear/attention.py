@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
-from startrail_jax.calls.arguments import check_padding_id
-from startrail_jax.calls.key_masks import as_negative
+from startrail_jax.calls.arguments import check_shared
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import check_shardings, check_static, check_whole
 from startrail_jax.devices.axes import AxisNames, flat_axis
@@ -28,7 +27,7 @@ from startrail_jax.linear.checks import (
     check_inputs,
     check_rows,
     check_state_heads,
-    ids_with_padding,
+    int32_segments,
 )
 from startrail_jax.linear.conv import conv_of_all, conv_of_shards, run_conv
 from startrail_jax.linear.cost import communication_of_states
@@ -46,7 +45,6 @@ from startrail_jax.linear.scan import Line
 from startrail_jax.linear.sizes import LayerSizes, StateSizes
 from startrail_jax.linear.vjp import BLOCKS
 from startrail_jax.traffic.cost import Communication
-from startrail_jax.values import adopt, is_real, real, whole
 
 _NAMES = ("query", "key", "value", "decay", "beta", "initial_state", "segment_ids")
 
@@ -102,9 +100,7 @@ class LinearAttention(Sharded):
 
     def __post_init__(self) -> None:
         self.resolve_places()
-        adopt(self, whole, "padding_id")
-        adopt(self, real, "scale")
-        check_padding_id(self.padding_id)
+        check_shared(self, scale="key_dim ** -0.5, and 1 under rule='ssd'")
         rule = RULES.get(self.rule) if isinstance(self.rule, str) else self.rule
         if not isinstance(rule, StateRule):
             raise InputError(f"rule must be one of {(*RULES,)}; got rule={self.rule!r}. Give one.")
@@ -113,11 +109,6 @@ class LinearAttention(Sharded):
             raise InputError(
                 f"backend must be one of {(*BLOCKS,)}; got backend={self.backend!r}. Leave it out "
                 "for 'xla'."
-            )
-        if not (self.scale is None or is_real(self.scale)):
-            raise InputError(
-                f"scale must be a finite number or None; got scale={self.scale!r}. None is "
-                "key_dim ** -0.5, and 1 under rule='ssd'."
             )
 
     def heads_spec(self, heads: int, ndim: int = 4) -> PartitionSpec:
@@ -178,7 +169,7 @@ class LinearAttention(Sharded):
         """
         check_whole(self.mesh)
         check_static(return_state=return_state)
-        ids = ids_with_padding(self.padding_id, segment_ids)
+        ids = int32_segments(self, segment_ids)
         given = (query, key, value, decay, beta, initial_state)
         arrays = [*(None if x is None else jnp.asarray(x) for x in given), ids]
         heads = check_inputs(self, self.rule, arrays)
@@ -218,7 +209,7 @@ class LinearAttention(Sharded):
             As a call, of this device's tokens and heads.
         """
         given = (query, key, value, decay, beta)
-        ids = None if segment_ids is None else as_negative(self.padding_id, segment_ids)
+        ids = None if segment_ids is None else self.mark_padding(segment_ids)
         counts, call = self._call_of_shards(given, packed=ids is not None)
         arrays = (*given, initial_state, ids)
         out, last = on_device(self, call, counts, return_state, *arrays)
@@ -307,7 +298,7 @@ class LinearAttention(Sharded):
         check_static(return_last=return_last)
         x, kernel = jnp.asarray(x), jnp.asarray(kernel)
         first = check_conv(x, kernel, initial)
-        ids = ids_with_padding(self.padding_id, segment_ids)
+        ids = int32_segments(self, segment_ids)
         check_rows(self, x.shape[:2], ids)
         out, last = run_conv(self, return_last, x, kernel, first, ids)
         return (out, last) if return_last else out
@@ -322,7 +313,7 @@ class LinearAttention(Sharded):
     ) -> Any:
         """Computes one device's part of `causal_conv`, as `local` does that of a call."""
         first = check_conv(x, kernel, None)
-        ids = None if segment_ids is None else as_negative(self.padding_id, segment_ids)
+        ids = None if segment_ids is None else self.mark_padding(segment_ids)
         out, last = conv_of_shards(self, return_last, x, kernel, first, ids)
         return (out, last) if return_last else out
 

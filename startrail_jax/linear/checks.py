@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.calls.sharding import Sharded, int32_ids
 from startrail_jax.calls.validation import DTYPES
 from startrail_jax.devices.axes import device_kind
@@ -89,11 +88,11 @@ def check_rows(attention: Sharded, shape: tuple[int, ...], ids: Array | None) ->
     attention.layout.check_length(shape[1])
 
 
-def ids_with_padding(padding_id: int | None, segment_ids: Any) -> Array | None:
+def int32_segments(attention: Sharded, segment_ids: Any) -> Array | None:
     """Segment ids as int32, with padding negative."""
     if segment_ids is None:
         return None
-    return jnp.asarray(int32_ids(as_negative(padding_id, segment_ids)))
+    return jnp.asarray(int32_ids(attention.mark_padding(segment_ids)))
 
 
 def check_served(attention: Sharded, call: LinearCall, value: Array, key_dim: int) -> None:

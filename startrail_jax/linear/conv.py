@@ -17,7 +17,6 @@ from startrail_jax.errors import InputError
 from startrail_jax.linear.dispatch import heads_spec
 from startrail_jax.linear.halo import begins, kept, slices_and_before
 from startrail_jax.rings import collectives
-from startrail_jax.tokens.layout import Layout
 from startrail_jax.xla.varying import alike
 
 
@@ -45,26 +44,26 @@ def conv_of_shards(
     ids: Array | None,
 ) -> tuple[Array, Any]:
     """What one device computes of a convolution."""
-    layout, axis = attention.layout, flat_axis(attention.axes, SEQUENCE_ROLES)
+    zigzag, axis = attention.layout.kind == "zigzag", flat_axis(attention.axes, SEQUENCE_ROLES)
     # In float32, for the sum of its gradient over devices.
     x, kernel, first, ids = alike(x, kernel.astype(jnp.float32), first, ids)
-    here = x.shape[1] // (2 if layout.kind == "zigzag" else 1)
+    here = x.shape[1] // (2 if zigzag else 1)
     if here < first.shape[1]:
         raise InputError(
             "Each slice of a device must have at least width - 1 tokens; got "
             f"{here}, width={len(kernel)}. Use fewer devices."
         )
     x = x if ids is None else kept(ids >= 0, x)
-    out = conv_on_device(layout, axis, x, kernel, ids, first)
+    out = conv_on_device(zigzag, axis, x, kernel, ids, first)
     out = out if ids is None else kept(ids >= 0, out)
     if not returns_last:
         return out, None
     ids = jnp.zeros_like(x, jnp.int32, shape=x.shape[:2]) if ids is None else ids
-    return out, last_inputs(layout, axis, x, ids, first)
+    return out, last_inputs(attention, axis, x, ids, first)
 
 
 def conv_on_device(
-    layout: Layout,
+    zigzag: bool,
     axis: Axis,
     x: Shaped[Array, "b t *m"],
     kernel: Shaped[Array, "w *m"],
@@ -73,7 +72,7 @@ def conv_on_device(
 ) -> Shaped[Array, "b t *m"]:
     """out_t = sum_i kernel_i x_{t - w + 1 + i}, in float32, where `first` stands before x_0. Inputs
     of other documents count as zeros; those of padding are zeros."""
-    zigzag, extra = layout.kind == "zigzag", first.shape[1]
+    extra = first.shape[1]
     number = None
     if ids is not None:
         own, before = slices_and_before(ids, _no_ids(ids, extra), axis, zigzag=zigzag)
@@ -121,7 +120,7 @@ def _summed(
 
 
 def last_inputs(
-    layout: Layout,
+    attention: Sharded,
     axis: Axis,
     x: Shaped[Array, "b t *m"],
     ids: Int32[Array, "b t"],
@@ -130,6 +129,7 @@ def last_inputs(
     """The inputs up to the last token that is no padding, of its document; zeros before."""
     t, extra = ids.shape[1], first.shape[1]
     rank = collectives.index(axis)
+    layout = attention.layout
     places = layout.unit_positions(t * layout.degree, rank, 1).vector()
     end = collectives.maximum(jnp.where(ids >= 0, places[None], -1).max(1), axis)
     wanted = end[:, None] + jnp.arange(1 - extra, 1, dtype=jnp.int32)[None]

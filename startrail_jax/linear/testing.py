@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array
 
-from startrail_jax.calls.key_masks import as_negative
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.halo import begins, wide
 
@@ -120,7 +119,7 @@ def _recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[A
     query, key, value, decay, beta = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in tokens)
     decay = decay if decay.ndim == 4 else decay[..., None]
     ids = np.zeros(query.shape[:2], np.int32) if ids is None else ids
-    ids = as_negative(attention.padding_id, ids)
+    ids = attention.mark_padding(ids)
     fresh = begins(jnp.asarray(ids), jnp.full(len(ids), -1, np.int32))
     scale = attention._scale(query.shape[3])
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
+from startrail_jax.blocks.shapes import EMPTY
 from startrail_jax.blocks.softmax import rows
-from startrail_jax.shapes import EMPTY
 
 CHECKPOINT_NAMES = ("attention_partial", "attention_lse", "attention_out", "attention_units")
 """Names for `jax.checkpoint_policies.save_only_these_names`, under which `jax.checkpoint` does not

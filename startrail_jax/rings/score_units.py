@@ -16,11 +16,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from startrail_jax.blocks.scores import PLAIN, Scores
+from startrail_jax.blocks.shapes import QueryShard
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.devices.degrees import Axis
 from startrail_jax.rings import collectives
 from startrail_jax.rings.schedule import Schedule
-from startrail_jax.shapes import QueryShard
 from startrail_jax.xla.varying import alike
 
 

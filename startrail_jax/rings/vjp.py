@@ -30,15 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from startrail_jax.blocks import softmax
-from startrail_jax.rings import collectives, score_units
-from startrail_jax.rings.concentric import Concentric
-from startrail_jax.rings.head_chunks import check_head_chunks, in_chunks
-from startrail_jax.rings.residuals import EXCHANGED_OUT, Rows, named
-from startrail_jax.rings.ring_loop import as_float32
-from startrail_jax.rings.schedule import Schedule
-from startrail_jax.rings.score_units import NO_SCORES, ScoreInputs
-from startrail_jax.rings.sparse import Sparse
-from startrail_jax.shapes import (
+from startrail_jax.blocks.shapes import (
     KeySegments,
     KeyShard,
     LseShard,
@@ -47,7 +39,15 @@ from startrail_jax.shapes import (
     QueryShard,
     ValueShard,
 )
-from startrail_jax.xla.derivatives import without_derivative
+from startrail_jax.rings import collectives, score_units
+from startrail_jax.rings.concentric import Concentric
+from startrail_jax.rings.derivatives import without_derivative
+from startrail_jax.rings.head_chunks import check_head_chunks, in_chunks
+from startrail_jax.rings.residuals import EXCHANGED_OUT, Rows, named
+from startrail_jax.rings.ring_loop import as_float32
+from startrail_jax.rings.schedule import Schedule
+from startrail_jax.rings.score_units import NO_SCORES, ScoreInputs
+from startrail_jax.rings.sparse import Sparse
 from startrail_jax.xla.varying import alike, is_replicated
 
 

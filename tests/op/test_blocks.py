@@ -14,11 +14,11 @@ from attention_cases import FLOAT32_ERROR, QUICK, relative_error
 from startrail_jax import blocks
 from startrail_jax.blocks import tiled, xla
 from startrail_jax.blocks.base import Pair
+from startrail_jax.blocks.shapes import EMPTY
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.tiles import visible_tiles
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Causal, Window
-from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7

@@ -15,11 +15,11 @@ from attention_cases import DENSE, FLOAT32_ERROR, PATTERNS, QUICK, relative_erro
 from startrail_jax.blocks import tiled
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.scores import PLAIN, ScoreTile
+from startrail_jax.blocks.shapes import EMPTY
 from startrail_jax.blocks.softmax import merge_partials
 from startrail_jax.blocks.tiles import Tiling, split_tiles
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.masks import Window, resolve
-from startrail_jax.shapes import EMPTY
 from startrail_jax.tokens.layout import Layout
 
 BATCH, HEADS, HEAD_DIM, VALUE_DIM = 2, 6, 5, 7

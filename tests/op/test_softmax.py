@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from startrail_jax.blocks.shapes import EMPTY
 from startrail_jax.blocks.softmax import merge_partials, merge_precisely
-from startrail_jax.shapes import EMPTY
 
 
 def test_merge_ignores_empty_parts_and_keeps_rows_that_are_empty_everywhere():

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.config import GPTConfig
 from models.parts.gpt import gpt_dims, gpt_weights, recurrences_of
-from startrail_jax.patterns import shortest
+from models.patterns import shortest
 from trainer.planner.models import ModelSizes
 
 

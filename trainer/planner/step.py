@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from models.parts.recurrence import Recurrence
+from models.patterns import loops_of, turn_of
 from models.weights import OVER_TENSOR, Weight
-from startrail_jax.patterns import loops_of, turn_of
 from trainer.planner.grid import Call, Settings
 from trainer.planner.links import Cost, Links
 from trainer.planner.memory import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.config import GPTConfig, RopeConfig
-from startrail_jax.patterns import shortest
+from models.patterns import shortest
 
 
 def plain(model: GPTConfig) -> GPTConfig:
