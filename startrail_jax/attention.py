@@ -25,8 +25,8 @@ from startrail_jax.calls.cache import (
     update,
     update_shards,
 )
-from startrail_jax.calls.dispatch import attend, attend_whole
 from startrail_jax.calls.explain import Explanation, explain_call
+from startrail_jax.calls.on_devices import attend, attend_whole
 from startrail_jax.calls.score_checks import given_to_call, given_to_shards
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.validation import (

@@ -1,6 +1,6 @@
 """Exact linear attention over a sequence that is sharded over the devices of a mesh.
 
-The class has the arguments and the methods with their documentation; `checks.py`, `dispatch.py`,
+The class has the arguments and the methods with their documentation; `checks.py`, `on_devices.py`,
 `conv.py`, `cost.py` and `explain.py` do what they say. `vjp.py` computes.
 """
 
@@ -31,7 +31,8 @@ from startrail_jax.linear.checks import (
 )
 from startrail_jax.linear.conv import conv_of_all, conv_of_shards, run_conv
 from startrail_jax.linear.cost import communication_of_states
-from startrail_jax.linear.dispatch import (
+from startrail_jax.linear.explain import LinearExplanation
+from startrail_jax.linear.on_devices import (
     decode_on_device,
     heads_spec,
     on_device,
@@ -39,7 +40,6 @@ from startrail_jax.linear.dispatch import (
     run_decode,
     state_spec,
 )
-from startrail_jax.linear.explain import LinearExplanation
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
 from startrail_jax.linear.sizes import LayerSizes, StateSizes

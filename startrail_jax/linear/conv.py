@@ -14,8 +14,8 @@ from startrail_jax.calls.sharding import Sharded
 from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
-from startrail_jax.linear.dispatch import heads_spec
 from startrail_jax.linear.halo import begins, kept, slices_and_before
+from startrail_jax.linear.on_devices import heads_spec
 from startrail_jax.rings import collectives
 from startrail_jax.xla.varying import alike
 
