@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from startrail_jax.devices.axes import AxisNames
     from startrail_jax.devices.degrees import Degrees
     from startrail_jax.linear.attention import LinearAttention
+    from startrail_jax.logprobs import TokenLogprobs, token_logprobs
     from startrail_jax.rings.residuals import CHECKPOINT_NAMES
     from startrail_jax.tokens.documents import parts
     from startrail_jax.tokens.layout import Layout
@@ -36,11 +37,13 @@ __all__ = [
     "Degrees",
     "Layout",
     "LinearAttention",
+    "TokenLogprobs",
     "communication",
     "compiler_options",
     "make_mesh",
     "masks",
     "parts",
+    "token_logprobs",
 ]
 
 # The module of each name, or None if the name is a module. It is imported when the name is first
@@ -52,11 +55,13 @@ _MODULES = {
     "Degrees": "devices.degrees",
     "Layout": "tokens.layout",
     "LinearAttention": "linear.attention",
+    "TokenLogprobs": "logprobs",
     "communication": "traffic.cost",
     "compiler_options": "xla.compiler",
     "make_mesh": "device_mesh",
     "masks": None,
     "parts": "tokens.documents",
+    "token_logprobs": "logprobs",
 }
 
 
