@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from startrail_jax import masks
-    from startrail_jax.attention import Attention
+    from startrail_jax.attention import CHECKPOINT_NAMES, Attention
+    from startrail_jax.calls.logprobs import TokenLogprobs, token_logprobs
     from startrail_jax.device_mesh import make_mesh
     from startrail_jax.devices.axes import AxisNames
     from startrail_jax.devices.degrees import Degrees
     from startrail_jax.linear.attention import LinearAttention
-    from startrail_jax.logprobs import TokenLogprobs, token_logprobs
-    from startrail_jax.rings.residuals import CHECKPOINT_NAMES
     from startrail_jax.tokens.documents import parts
     from startrail_jax.tokens.layout import Layout
     from startrail_jax.traffic.cost import communication
@@ -49,19 +48,19 @@ __all__ = [
 # The module of each name, or None if the name is a module. It is imported when the name is first
 # used, so that a program that only prints its help need not wait for jax.
 _MODULES = {
-    "CHECKPOINT_NAMES": "rings.residuals",
+    "CHECKPOINT_NAMES": "attention",
     "Attention": "attention",
     "AxisNames": "devices.axes",
     "Degrees": "devices.degrees",
     "Layout": "tokens.layout",
     "LinearAttention": "linear.attention",
-    "TokenLogprobs": "logprobs",
+    "TokenLogprobs": "calls.logprobs",
     "communication": "traffic.cost",
     "compiler_options": "xla.compiler",
     "make_mesh": "device_mesh",
     "masks": None,
     "parts": "tokens.documents",
-    "token_logprobs": "logprobs",
+    "token_logprobs": "calls.logprobs",
 }
 
 

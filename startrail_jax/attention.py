@@ -46,6 +46,7 @@ from startrail_jax.rings.options import (
     Exchange,
     GradientDtype,
 )
+from startrail_jax.rings.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from startrail_jax.rings.schedule import Schedule, ring_offsets
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes, dtype_name

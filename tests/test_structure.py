@@ -25,7 +25,7 @@ LAYERS = (
     {f"{OP}.blocks"},
     {f"{OP}.rings"},
     {f"{OP}.calls", f"{OP}.traffic"},
-    {f"{OP}.device_mesh", f"{OP}.logprobs"},
+    {f"{OP}.device_mesh"},
     {f"{OP}.attention", f"{OP}.linear"},
     # Nothing of the op reads compiled programs.
     {f"{OP}.analysis", f"{OP}.testing"},
