@@ -12,12 +12,11 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float32
 
+from startrail_jax.blocks.shapes import EMPTY
+from startrail_jax.blocks.softmax import cap_logits
 from startrail_jax.errors import InputError
 from startrail_jax.values import is_real, is_whole, real, whole
 from startrail_jax.xla.varying import alike
-
-_LEAST = -1e30
-"""Stands for the logit of an entry that is not there: its exponential is 0."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -124,15 +123,15 @@ def _forward(call: _Settings, hidden: Array, head: Array, targets: Array) -> Any
         at = jnp.clip(place, 0, tile.z.shape[-1] - 1)[..., None]
         here = (targets >= tile.first) & (place < tile.z.shape[-1])
         own = own + jnp.where(here, jnp.take_along_axis(tile.z, at, -1)[..., 0], 0)
-        higher = jnp.maximum(highest, jnp.where(tile.seen, tile.z, _LEAST).max(-1))
+        higher = jnp.maximum(highest, jnp.where(tile.seen, tile.z, EMPTY).max(-1))
         shrinks = jnp.exp(highest - higher)
-        below = jnp.where(tile.seen, tile.z - higher[..., None], _LEAST)
+        below = jnp.where(tile.seen, tile.z - higher[..., None], EMPTY)
         powers = jnp.exp(below)
         weighted = shrinks * (weighted + total * (highest - higher)) + (powers * below).sum(-1)
         total = total * shrinks + powers.sum(-1)
         return (higher, total, weighted, own), None
 
-    first = (zeros + _LEAST, zeros, zeros, zeros)
+    first = (zeros + EMPTY, zeros, zeros, zeros)
     (highest, total, weighted, own), _ = lax.scan(add, first, _tiles(call, head))
     lse = highest + jnp.log(total)
     own = jnp.where(targets < vocab, own, jnp.nan)
@@ -180,7 +179,7 @@ class _Tile(NamedTuple):
     """[width, size] in the dtype of hidden states."""
     z: Array
     """The logits, [batch, seq, size]."""
-    slope: Array
+    slope: Array | float
     """Their derivative by hidden @ head."""
     start: Array
     """Number of the first entry."""
@@ -196,13 +195,11 @@ def _tile(call: _Settings, hidden: Array, head: Array, i: Array) -> _Tile:
     size = min(call.tile, head.shape[1])
     start = jnp.minimum(i * size, head.shape[1] - size)  # The last one begins among those before.
     part = lax.dynamic_slice_in_dim(head, start, size, 1).astype(hidden.dtype)
-    z, slope = _product("btw,wv->btv", hidden, part, _explicit(hidden)), jnp.float32(1)
-    if call.softcap is not None:
-        z = call.softcap * jnp.tanh(z / call.softcap)
-        slope = 1 - (z / call.softcap) ** 2
+    z, slope = cap_logits(_product("btw,wv->btv", hidden, part, _explicit(hidden)), call.softcap)
     entries = (start + jnp.arange(size))[None, None]
     t = call.temperature
-    return _Tile(part, z / t, slope / t, start, i * size, entries, entries >= i * size)
+    slope = 1 / t if slope is None else slope / t
+    return _Tile(part, z / t, slope, start, i * size, entries, entries >= i * size)
 
 
 def _product(formula: str, x: Array, y: Array, sharding: Any) -> Array:

@@ -282,7 +282,8 @@ class Sharded:
         return self.key_spec(shape[2]) if len(shape) == 4 else self.sequence_spec
 
     def mark_padding(self, segment_ids: Any) -> Any:
-        """Segment ids, or a tree of them, with -1 in the place of the id of padding."""
+        """Segment ids, or a tree of them, with -1 in the place of the id of padding; None stays
+        None."""
         if self.padding_id is None:
             return segment_ids
 

@@ -182,7 +182,7 @@ class LinearAttention(Sharded):
         names, found, wanted = zip(*present, strict=True)
         check_shardings(names, found, wanted, self.mesh)
         call = self._call(heads, found[0].shape[3], packed=ids is not None)
-        out, last = run(self, call, return_state, *arrays)
+        out, last = run(self, call, specs, return_state, *arrays)
         return (out, last) if return_state else out
 
     def local(
@@ -209,7 +209,7 @@ class LinearAttention(Sharded):
             As a call, of this device's tokens and heads.
         """
         given = (query, key, value, decay, beta)
-        ids = None if segment_ids is None else self.mark_padding(segment_ids)
+        ids = self.mark_padding(segment_ids)
         counts, call = self._call_of_shards(given, packed=ids is not None)
         arrays = (*given, initial_state, ids)
         out, last = on_device(self, call, counts, return_state, *arrays)
@@ -313,7 +313,7 @@ class LinearAttention(Sharded):
     ) -> Any:
         """Computes one device's part of `causal_conv`, as `local` does that of a call."""
         first = check_conv(x, kernel, None)
-        ids = None if segment_ids is None else self.mark_padding(segment_ids)
+        ids = self.mark_padding(segment_ids)
         out, last = conv_of_shards(self, return_last, x, kernel, first, ids)
         return (out, last) if return_last else out
 

@@ -33,26 +33,23 @@ def state_spec(attention: Sharded) -> PartitionSpec:
 
 
 # Jitted, because outside a jit shard_map runs its body one operation at a time.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def run(attention: Sharded, call: LinearCall, returns_state: bool, *arrays: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def run(
+    attention: Sharded, call: LinearCall, specs: Any, returns_state: bool, *arrays: Any
+) -> tuple[Array, Any]:
     """Linear attention of whole arrays, after all checks: the outputs, and the last state or None.
 
-    They are query, key, value, decay, beta, the initial state and segment ids, or None.
+    They are query, key, value, decay, beta, the initial state and segment ids, or None, and have
+    the `specs`.
     """
-    *given, state, ids = arrays
-    counts = tuple(0 if x is None else x.shape[2] for x in given)
-    of_states = state_spec(attention)
+    counts = tuple(0 if x is None else x.shape[2] for x in arrays[:5])
     return jax.shard_map(
         functools.partial(on_device, attention, call, counts, returns_state),
         mesh=attention.mesh,
-        in_specs=(
-            *(None if x is None else heads_spec(attention, x.shape[2], x.ndim) for x in given),
-            None if state is None else of_states,
-            None if ids is None else attention.sequence_spec,
-        ),
+        in_specs=specs,
         out_specs=(
             heads_spec(attention, call.heads * attention.degrees.tensor, 4),
-            of_states if returns_state else None,
+            state_spec(attention) if returns_state else None,
         ),
     )(*arrays)
 
