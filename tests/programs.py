@@ -12,19 +12,18 @@ from unittest import mock
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
 
 import startrail_jax as st
 from models.config import GPTConfig
 from models.hooks import Hooks
-from startrail_jax.devices.degrees import ROLES
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.checksums import Checksums
 from trainer.config import OptimizerConfig
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
 from trainer.gpt.config import GPTTrainConfig
-from trainer.parallel.checks import check_step, make_attention, make_partition
+from trainer.parallel.abstract_step import AbstractStep
+from trainer.parallel.checks import make_attention
 from trainer.parallel.partition import path_name
 from trainer.parallel.step import Program
 from trainer.run import metrics
@@ -247,7 +246,4 @@ def interrupt_after(monkeypatch, step):
 
 def check_first_step(config, degrees):
     """Raises what the first step of a run would raise on a mesh, which need not be there."""
-    sizes = tuple(vars(degrees)[role] for role in ROLES)
-    mesh = AbstractMesh(sizes, ROLES, (AxisType.Auto,) * len(ROLES))
-    objective = TASKS[config.kind].make_objective(config)
-    check_step(config, degrees, make_partition(mesh, config, objective))
+    AbstractStep.of_degrees(config, TASKS[config.kind].make_objective(config), degrees)
