@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from models.hooks import Hooks
 from models.lora import add_adapters
@@ -27,6 +27,11 @@ class Objective(ABC):
 
     The loss of a batch is the weighted mean of the losses of its tokens. Batches are trees of
     arrays [B], [B T] or [B T ...]. A model with several streams of tokens has a T for each.
+
+    The loss of a token may depend on other tokens of its row, as where a document has one reward:
+    then the objective is `of_rows`. It gives `numbers` of each token by itself, computed in tiles,
+    and a `loss` of all numbers of a row, which lies on several devices. A mean over documents, or
+    over pairs of them, is a matter of weights: those of the tokens of each add up to 1.
     """
 
     causal: bool
@@ -103,7 +108,42 @@ class Objective(ABC):
     def losses(
         self, model: Any, hidden: Float[Array, "B T width"], targets: Any
     ) -> Float32[Array, "B T"]:
-        """The loss of every token."""
+        """The loss of every token, if it depends on no other token."""
+
+    of_rows: bool = False
+    """True if the loss is `loss` of `numbers`, and False if it is `losses`."""
+
+    def numbers(
+        self, model: Any, hidden: Float[Array, "B T width"], batch: Any
+    ) -> Float32[Array, "B T n"]:
+        """What `loss` needs of every token, from its hidden state and from its part of a prepared
+        batch alone, such as the log-probability of its target. Tokens may be any, in any order."""
+        return self.losses(model, hidden, batch.targets)[..., None]
+
+    def loss(
+        self,
+        numbers: Float32[Array, "b t n"],
+        batch: Any,
+        sums: Callable[[Float32[Array, "b t"], Int32[Array, "b t"]], Float32[Array, "b t"]],
+    ) -> tuple[Float32[Array, "b t"], dict[str, Float32[Array, "b t"]]]:
+        """The losses of the tokens of a device, and what to report of them, by name: of both, the
+        weighted mean over the tokens of a batch is taken.
+
+        Args:
+            numbers: those of the device's tokens; 0 for tokens without a weight.
+            batch: their part of a prepared batch.
+            sums: (x, ids) -> for every token, the sum of x over all tokens of its row that have its
+                id and a weight, on whatever device. Ids are from 0 and below the length of a row.
+                Differentiable by x.
+
+        Returns:
+            Losses, whose values for tokens without a weight are ignored; and metrics with the names
+            of `names_of_means`.
+        """
+        return numbers[..., 0], {}
+
+    names_of_means: tuple[str, ...] = ()
+    """Names of the metrics that `loss` returns."""
 
     def make_optimizer(self, default: optax.GradientTransformation) -> optax.GradientTransformation:
         """Makes the optimizer of the weights: that of `config.optimizer`, or one's own.

@@ -36,7 +36,7 @@ from models.weights import ADAPTERS, OVER_TENSOR, Weight, find, layer_stacks
 from startrail_jax.devices.nodes import slowest_first
 from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary
-from trainer.config import SHARDED_AXES
+from trainer.config import SEQUENCE_ROLES, SHARDED_AXES
 from trainer.frozen import frozen_names
 
 
@@ -97,6 +97,12 @@ class Partition:
         """All axes whose devices have different tokens, over which gradients are summed; slowest
         first."""
         return self._axes(SHARDED_AXES)
+
+    @property
+    def of_row(self) -> tuple[str, ...]:
+        """All axes whose devices share rows, slowest first; those along `tensor` have the same
+        tokens."""
+        return self._axes((*SEQUENCE_ROLES, "tensor"))
 
     @property
     def tensor(self) -> tuple[str, ...]:

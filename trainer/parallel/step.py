@@ -25,13 +25,14 @@ from startrail_jax.xla.compiler import compiler_options, offload_options
 from startrail_jax.xla.varying import vary
 from trainer.config import TrainConfig
 from trainer.data.batches import shardings
-from trainer.data.parts import PartBatch
+from trainer.data.parts import DeviceSplit, PartBatch
 from trainer.objective import Objective
 from trainer.parallel.abstract_step import AbstractStep, step_limit
 from trainer.parallel.optimizer import learning_rate
 from trainer.parallel.ordering import gradient_first
 from trainer.parallel.partition import join_frozen, split_adapters, split_frozen
 from trainer.parallel.remat import rematerialised
+from trainer.parallel.row_sums import RowSums
 from trainer.parallel.sharded_model import ShardedModel
 from trainer.parallel.splits import make_parts
 from trainer.parallel.state import (
@@ -41,7 +42,7 @@ from trainer.parallel.state import (
     moved,
     updated_average,
 )
-from trainer.parallel.tiling import summed_in_tiles
+from trainer.parallel.tiling import in_tiles, summed_in_tiles
 from trainer.planner.memory import REPEATS_MLP, SAVED
 
 
@@ -56,7 +57,23 @@ class StepMetrics(NamedTuple):
     """Whether loss and norm are finite; if not, the step left the state as it was."""
     learning_rate: Float32[Array, ""]
     others: dict[str, Float32[Array, ""]]
-    """The metrics of `Objective.metric_names`."""
+    """The metrics of `Objective.metric_names`, and the means of `Objective.names_of_means`."""
+
+
+class _Counted(NamedTuple):
+    """What the loss of a token by itself needs of a batch."""
+
+    targets: Any
+    weights: Array
+
+
+class _Metrics(NamedTuple):
+    """What a device reports of a part of a batch, beside the loss."""
+
+    of_parts: dict[str, Array]
+    """Scalars that are the same on all devices; of several parts, the mean is reported."""
+    sums: dict[str, Array]
+    """Weighted sums over the device's tokens."""
 
 
 class Program(AbstractStep):
@@ -83,11 +100,15 @@ class Program(AbstractStep):
         """How batches are divided whose documents are whole; None for batches of rows."""
         # The models that parts of a training batch run: they differ in their attention alone.
         self._models = (self._model,)
+        self._sums = RowSums(self.partition.of_row, self.tokens_shape[1])
+        # The sums over rows of these parts.
+        self._sums_of_parts = (self._sums,)
         if config.whole_documents:
             self.parts, attentions = make_parts(config, attention, objective)
             self._models = tuple(
                 self._model if x is attention else self._sharded_model(x) for x in attentions
             )
+            self._sums_of_parts = tuple(map(self._sums_of, self.parts.splits))
         if not optax.tree.get_all_with_path(self.state_shapes.optimizer, "count"):
             raise InputError(
                 "The state of an optimizer must count its updates, as with a learning rate that is "
@@ -149,6 +170,16 @@ class Program(AbstractStep):
                 gathers_weights=gathers_weights,
             ),
             linear_backend=config.attention.linear_backend,
+        )
+
+    def _sums_of(self, split: DeviceSplit) -> RowSums:
+        assert self.parts is not None
+        names = self.partition.replicas
+        return RowSums(
+            axes=self.partition.all,
+            length=split.c * self.parts.share,
+            split=names,
+            rows=tuple(row for row, _ in split.places) if names else (),
         )
 
     @property
@@ -252,40 +283,47 @@ class Program(AbstractStep):
         trained, _ = split_frozen(weights, self.config.frozen)
         slots = partition.gradient_slots(trained, splits)
         others = dict.fromkeys(self.objective.metric_names, jnp.zeros(()))
-        zero = (vary(jnp.zeros(()), *self.partition.all), others), slots
+        own = vary(jnp.zeros(()), *self.partition.all)
+        zero = (own, _Metrics(others, dict.fromkeys(self.objective.names_of_means, own))), slots
 
-        def of(model: ShardedModel) -> Callable[..., Any]:
-            return jax.value_and_grad(partial(self._local_sum, model), has_aux=True)
+        def of(model: ShardedModel, sums: RowSums) -> Callable[..., Any]:
+            return jax.value_and_grad(partial(self._local_sum, model, sums), has_aux=True)
 
         def add(so_far: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, so_far, of(self._model)(slots, gathered, part)), None
+            new = of(self._model, self._sums)(slots, gathered, part)
+            return jax.tree.map(jnp.add, so_far, new), None
 
         def add_part(k: Array, so_far: Any) -> Any:
             part = jax.tree.map(lambda x: x[k], batch.parts)
-            new = lax.switch(batch.split[k], list(map(of, self._models)), slots, gathered, part)
+            programs = list(map(of, self._models, self._sums_of_parts))
+            new = lax.switch(batch.split[k], programs, slots, gathered, part)
             return jax.tree.map(jnp.add, so_far, new)
 
+        count: Any = 1
         if isinstance(batch, PartBatch):
-            (loss, others), gradients = lax.fori_loop(0, batch.count, add_part, zero)
-            others = {name: x / batch.count for name, x in others.items()}
-            batch = batch.parts
+            (loss, metrics), gradients = lax.fori_loop(0, batch.count, add_part, zero)
+            batch, count = batch.parts, batch.count
         elif self.config.gradient_accumulation == 1:
-            (loss, others), gradients = of(self._model)(slots, gathered, batch)
+            (loss, metrics), gradients = of(self._model, self._sums)(slots, gathered, batch)
         else:
-            ((loss, others), gradients), _ = lax.scan(add, zero, self._parts(batch))
+            ((loss, metrics), gradients), _ = lax.scan(add, zero, self._parts(batch))
             count = self.config.gradient_accumulation
-            others = {name: x / count for name, x in others.items()}
         # A batch without any weight has no gradient.
-        total = jnp.maximum(self._total_weight(batch), 1.0)
+        total = self._total_weight(batch)
+        total = jnp.where(total > 0, total, 1.0)
         gradients = partition.reduce(gradients, splits)
         loss = self._over_all(loss) / total
+        others = {name: x / count for name, x in metrics.of_parts.items()}
+        others |= {name: self._over_all(x) / total for name, x in metrics.sums.items()}
         return (loss, others), jax.tree.map(lambda x: x / total, gradients)
 
     def _local_losses(self, weights: Any, batch: Any) -> tuple[Array, Array]:
         gathered = self.partition.gather_once(weights, self._model.splits)
-        parts = lax.map(
-            lambda part: self._local_sum(self._model, None, gathered, part)[0], self._parts(batch)
-        )
+
+        def of(part: Any) -> Array:
+            return self._local_sum(self._model, self._sums, None, gathered, part)[0]
+
+        parts = lax.map(of, self._parts(batch))
         return self._over_all(jnp.sum(parts)), self._total_weight(batch)
 
     def _parts(self, batch: Any) -> Any:
@@ -295,8 +333,8 @@ class Program(AbstractStep):
         return jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def _local_sum(
-        self, sharded: ShardedModel, slots: Any, weights: Any, batch: Any
-    ) -> tuple[Float32[Array, ""], dict[str, Array]]:
+        self, sharded: ShardedModel, sums: RowSums, slots: Any, weights: Any, batch: Any
+    ) -> tuple[Float32[Array, ""], _Metrics]:
         """The weighted sum of the losses of this device's tokens, and other metrics."""
         objective, name = self.objective, self.objective.head
         model, auxiliary, others = sharded.local(weights, slots), None, {}
@@ -310,24 +348,55 @@ class Program(AbstractStep):
             # there, to be sent in one message with it.
             head_slot, hidden = gradient_first(head_slot, hidden)
         head = sharded.gather(name, weights[name], head_slot)
-        targets, token_weights = batch.targets, batch.weights
+        tokens = batch if objective.of_rows else _Counted(batch.targets, batch.weights)
         if self.partition.tensor:
             # The devices along `tensor` have the same tokens: each computes the loss of some.
             head = jax.tree.map(self.partition.copy_to_tensor, head)
-            hidden, targets, token_weights = map(self._own_tokens, (hidden, targets, token_weights))
-            auxiliary = None if auxiliary is None else self._own_tokens(auxiliary)
+            hidden, auxiliary, tokens = self._own_tokens((hidden, auxiliary, tokens))
+        if objective.of_rows:
+            total, means = self._sum_of_rows(sharded, sums, head, hidden, tokens)
+        else:
+            means = {}
 
-        def loss(head: Any, hidden: Array, targets: Array, token_weights: Array) -> Array:
-            model = sharded.with_part(name, head)
-            return jnp.sum(objective.losses(model, hidden, targets) * token_weights)
+            def loss(head: Any, hidden: Array, targets: Array, token_weights: Array) -> Array:
+                model = sharded.with_part(name, head)
+                return jnp.sum(objective.losses(model, hidden, targets) * token_weights)
 
-        summed = summed_in_tiles(
-            loss, self.config.tile, self.config.model.dtype, differentiated=slots is not None
-        )
-        total = summed(head, hidden, targets, token_weights)
+            summed = summed_in_tiles(
+                loss, self.config.tile, self.config.model.dtype, differentiated=slots is not None
+            )
+            total = summed(head, hidden, tokens.targets, tokens.weights)
         if auxiliary is not None:
-            total += jnp.sum(auxiliary * token_weights)
-        return total, others
+            total += jnp.sum(auxiliary * tokens.weights)
+        return total, _Metrics(others, means)
+
+    def _sum_of_rows(
+        self, sharded: ShardedModel, sums: RowSums, head: Any, hidden: Array, batch: Any
+    ) -> tuple[Float32[Array, ""], dict[str, Array]]:
+        """The weighted sums of losses that depend on other tokens of their rows, and of metrics."""
+        objective = self.objective
+        arrays, tree = jax.tree.flatten(batch)
+
+        def numbers(hidden: Array, *arrays: Array) -> Array:
+            model = sharded.with_part(objective.head, head)
+            return objective.numbers(model, hidden, jax.tree.unflatten(tree, arrays))
+
+        tile = self.config.tile or hidden.shape[0] * hidden.shape[1]
+        found = in_tiles(numbers, tile, self.config.model.dtype)(hidden, *arrays)
+        counted = batch.weights > 0
+        losses, metrics = objective.loss(
+            jnp.where(counted[..., None], found, 0),
+            batch,
+            lambda x, ids: sums(x, ids, counted),
+        )
+        # What is not counted may be anything, also NaN.
+        total, *means = (
+            jnp.sum(jnp.where(counted, x, 0) * batch.weights)
+            for x in (losses, *(metrics[name] for name in objective.names_of_means))
+        )
+        return total, dict(
+            zip(objective.names_of_means, map(lax.stop_gradient, means), strict=True)
+        )
 
     def _total_weight(self, batch: Any) -> Float32[Array, ""]:
         """The sum of the weights of a batch's tokens over all devices."""
@@ -336,12 +405,17 @@ class Program(AbstractStep):
     def _over_all(self, x: Array) -> Array:
         return lax.psum(x, self.partition.all) if self.partition.all else x
 
-    def _own_tokens(self, x: Array) -> Array:
-        """This device's share of tokens that all devices along `tensor` have. Where the devices do
-        not divide them, the last share ends with zeros, which have no weight."""
+    def _own_tokens(self, arrays: Any) -> Any:
+        """This device's share of arrays [b t ...] of tokens that all devices along `tensor` have.
+        Where the devices do not divide them, the last share ends with zeros, which have no
+        weight."""
         parts = self.partition.size(self.partition.tensor)
-        count = -(-x.shape[1] // parts)
-        x = self.partition.copy_to_tensor(x)
-        if missing := parts * count - x.shape[1]:
-            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-        return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * count, count, 1)
+
+        def own(x: Array) -> Array:
+            count = -(-x.shape[1] // parts)
+            x = self.partition.copy_to_tensor(x)
+            if missing := parts * count - x.shape[1]:
+                x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+            return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * count, count, 1)
+
+        return jax.tree.map(own, arrays)

@@ -19,8 +19,8 @@ def in_tiles(function: Callable[..., Array], tile: int | None, dtype: Any) -> Ca
 
     `function` takes arrays [B T ...] to an array [B T ...], each token by itself; outputs of added
     tokens of zeros are dropped. A tile saves its input, and its backward pass computes the rest
-    again. The loops have the matrices that `function` refers to in `dtype`, so that each is cast
-    once; gradients are added up in the type of the matrix.
+    again. Integers have no gradient. The loops have the matrices that `function` refers to in
+    `dtype`, so that each is cast once; gradients are added up in the type of the matrix.
     """
 
     def tiled(*arrays: Array) -> Array:
@@ -48,12 +48,22 @@ def _map_forward(function: Any, dtype: Any, weights: Any, tiles: Any) -> tuple[A
 
 def _map_backward(function: Any, dtype: Any, residuals: Any, dout: Array) -> tuple[Any, Any]:
     weights, tiles = residuals
+    real = [jnp.issubdtype(x.dtype, jnp.inexact) for x in tiles]
 
     def step(weights: Any, of_tile: Array, *xs: Array) -> tuple[Any, Any]:
-        again = jax.checkpoint(lambda w, xs: function(*xs, *w), prevent_cse=False)
-        return jax.vjp(again, weights, xs)[1](of_tile)
+        def again(weights: Any, given: Any) -> Array:
+            reals = iter(given)
+            return function(
+                *(next(reals) if r else x for r, x in zip(real, xs, strict=True)), *weights
+            )
 
-    return _added_up(step, weights, (dout, *tiles), dtype, reverse=True)
+        given = tuple(x for r, x in zip(real, xs, strict=True) if r)
+        again = jax.checkpoint(again, prevent_cse=False)
+        return jax.vjp(again, weights, given)[1](of_tile)
+
+    dweights, found = _added_up(step, weights, (dout, *tiles), dtype, reverse=True)
+    reals = iter(found)
+    return dweights, tuple(next(reals) if r else None for r in real)
 
 
 _map_tiles.defvjp(_map_forward, _map_backward)
