@@ -210,5 +210,5 @@ if __name__ == "__main__":
     # Outermost, so that one of several processes ends with the others.
     with exit_on_user_errors():
         wanted = read_command_line(sys.argv[1:])
-        if train(wanted.settings, wanted.distributed).validation is not None:
+        if train(wanted.settings, wanted.distributed).is_whole:
             show_results(wanted.settings.run_dir)

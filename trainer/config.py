@@ -476,6 +476,7 @@ class TrainConfig:
                 "run_dir",
                 "init_from",
                 "init_text_only",
+                "objective",
                 "frozen",
                 "mirror",
             ),

@@ -22,7 +22,7 @@ from trainer.data.batches import Feed
 from trainer.errors import NonFiniteError
 from trainer.parallel.flops import peak_flops
 from trainer.parallel.state import TrainState, describe_memory, describe_state, step_bytes
-from trainer.parallel.step import Program, StepMetrics
+from trainer.parallel.step import Evaluation, Program, StepMetrics
 from trainer.run.commands import command
 from trainer.run.divergence import Watch
 from trainer.run.folder import (
@@ -53,7 +53,9 @@ class Losses(NamedTuple):
     train: list[float]
     """Loss of every step that this program did, before its update."""
     validation: float | None
-    """Loss after the last step; None if the run was interrupted."""
+    """Loss after the last step; None if the run was interrupted, or nothing is held out."""
+    is_whole: bool = False
+    """Whether all steps of the run are done."""
 
 
 class Loop:
@@ -198,10 +200,11 @@ class Loop:
                     trace.enter_context(jax.profiler.trace(config.run_dir / "profile"))
                 self._step(step)
                 is_last = step == config.steps
-                if (step % config.validation_every == 0 or is_last) and not interrupted(step):
-                    self._evaluate(step)
+                is_due = self._feed.holds_out and (step % config.validation_every == 0 or is_last)
+                if is_due and not interrupted(step):
+                    measured = self._evaluate(step)
                     if not interrupted(step):
-                        self._read_metrics(all_steps=True, validation_loss=self._validation_loss)
+                        self._read_metrics(all_steps=True, **measured)
                 self._read_metrics()
                 if self._samples_after(step) and not interrupted(step):
                     self._read_metrics(all_steps=True)
@@ -215,19 +218,23 @@ class Loop:
                 if stops:
                     self._say_how_to_go_on()
                     return Losses(self._losses, None)
-        if done < config.steps:
-            self._require_finite_evaluation(config.steps)
-        else:
+        if done >= config.steps:
             self._report.line(
                 f"{config.run_dir} holds all {done} steps; another --run-dir starts a new run"
             )
-            self._evaluate(done)
-            if interrupted(done):
-                return Losses(self._losses, None)
-        self._report.line(f"validation loss {self._validation_loss:.4f} {self._feed.loss_unit}")
+        validation = None
+        if self._feed.holds_out:
+            if done < config.steps:
+                self._require_finite_evaluation(config.steps)
+            else:
+                self._evaluate(done)
+                if interrupted(done):
+                    return Losses(self._losses, None)
+            validation = self._validation_loss
+            self._report.line(f"validation loss {validation:.4f} {self._feed.loss_unit}")
         later = itertools.count(config.steps + 1)
         self._sample(config.steps, lambda: interrupted(next(later)))
-        return Losses(self._losses, self._validation_loss)
+        return Losses(self._losses, validation, is_whole=True)
 
     def _say_how_to_go_on(self) -> None:
         self._checkpoints.wait()
@@ -251,19 +258,23 @@ class Loop:
         self._position = self._feed.get_state()
         self._unread.append(_Step(step, self._position, metrics))
 
-    def _evaluate(self, step: int) -> None:
-        """Measures the mean loss of a held-out token, `validation_loss`, unless interrupted."""
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Measures the mean loss of a held-out token, `validation_loss`, and the other means of the
+        objective, unless interrupted."""
         self._validation_loss = math.nan
         jax.block_until_ready(self._state)
         with self._report.pause():
             # One batch at a time: programs of simulated devices would wait for each other.
-            total, weight = 0.0, 0.0
+            sums: list[Evaluation] = []
             for batch in self._feed.held_out():
                 if self._interrupted(step):
-                    return
+                    return {}
                 new = self._program.losses(self._state.result, batch)
-                total, weight = total + float(new[0]), weight + float(new[1])
-        self._validation_loss = total / weight
+                sums.append(jax.tree.map(float, new))
+        total: Evaluation = jax.tree.map(lambda *x: sum(x), *sums)
+        self._validation_loss = total.loss / total.weight
+        means = {f"validation_{name}": x / total.weight for name, x in total.sums.items()}
+        return {"validation_loss": self._validation_loss, **_known(means)}
 
     def _samples_after(self, step: int) -> bool:
         """Whether samples are due after a step; those of the last step come at the end."""
@@ -307,7 +318,7 @@ class Loop:
                 "train_loss": float(np.mean(self._since_report)),
                 "gradient_norm": norm,
                 "learning_rate": float(metrics.learning_rate),
-                **{name: float(value) for name, value in metrics.others.items()},
+                **_known({name: float(value) for name, value in metrics.others.items()}),
                 "memory_bytes": self._memory_bytes,
                 **({"steps_skipped": self._skipped} if self._skipped else {}),
                 **self._checkpoints.take_costs(),
@@ -350,3 +361,8 @@ class Loop:
             with writing(run_dir):
                 save_degrees(run_dir, degrees, order)
                 save_config(lasting, run_dir / CONFIG_FILE)
+
+
+def _known(metrics: dict[str, float]) -> dict[str, float]:
+    """Without those that are NaN, as the data do not tell them."""
+    return {name: x for name, x in metrics.items() if not math.isnan(x)}

@@ -137,7 +137,7 @@ def test_documents_of_a_window_are_told_apart():
     assert batch.segment_ids.tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
     assert batch.weights.tolist() == [[1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]]
-    assert [x.dtype.name for x in batch] == ["int32"] * 4 + ["float32"]
+    assert [x.dtype.name for x in jax.tree.leaves(batch)] == ["int32"] * 4 + ["float32"]
 
 
 @pytest.mark.parametrize("end_of_document", [None, 0])
@@ -496,8 +496,8 @@ def test_place_puts_every_array_on_its_devices():
     batch = numbered()
     placed = batches.place(batch, sharding())
     chex.assert_trees_all_equal(jax.device_get(placed), batch)
-    assert all(x.sharding == sharding() for x in placed)
-    assert [x.dtype for x in placed] == [x.dtype for x in batch]
+    assert all(x.sharding == sharding() for x in jax.tree.leaves(placed))
+    assert [x.dtype.name for x in jax.tree.leaves(placed)] == ["int32"] * 4 + ["float32"]
     assert batches.place(batch._replace(segment_ids=None), sharding()).segment_ids is None
 
 

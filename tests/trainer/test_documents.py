@@ -96,7 +96,7 @@ def documents_in(program, batch):
 
 def assert_all_once(seen):
     """Each of `DOCUMENTS` is once among the results of `documents_in`."""
-    wanted = (DOCUMENTS.read(number)[0][:-1] for number in range(len(DOCUMENTS.lengths)))
+    wanted = (DOCUMENTS.read(number).tokens for number in range(len(DOCUMENTS.lengths)))
     assert sorted(tuple(tokens) for tokens, *_ in seen) == sorted(map(tuple, wanted))
 
 
@@ -133,9 +133,10 @@ def test_documents_are_cut_at_the_longest_and_at_ends_of_streams():
     streams[1] = dataclasses.replace(streams[1], tokens=streams[1].tokens[:-1])  # No end.
     documents = text_documents(streams, END, LONGEST)
     assert documents.lengths.tolist() == [96, 96, 8, 3, 2, 89, 1, 5]
-    first, second, third = (documents.read(i)[0] for i in range(3))
+    first, second, third = (documents.read(i) for i in range(3))
     np.testing.assert_array_equal(
-        np.concatenate([first[:-1], second[:-1], third]), streams[0].tokens[:201]
+        np.concatenate([first.tokens, second.tokens, third.tokens, third.targets[-1:]]),
+        streams[0].tokens[:201],
     )
     whole = text_documents(streams[:1], None, LONGEST)  # A file is one document.
     assert whole.lengths.tolist() == [96, 96, 14]
@@ -177,7 +178,7 @@ def test_of_examples_only_what_is_counted_has_a_weight():
 
 def numbers_in(program, batch, documents):
     count = len(documents.lengths)
-    read = {tuple(documents.read(number)[0][:-1]): number for number in range(count)}
+    read = {tuple(documents.read(number).tokens): number for number in range(count)}
     return [read[tuple(tokens)] for tokens, *_ in documents_in(program, batch)]
 
 
@@ -489,7 +490,8 @@ def test_token_that_ends_and_begins_documents_belongs_to_the_one_that_it_begins(
     documents = [[END, 8, 9, END], [END], [END, 10, 11, END]]
     stream = Stream(name="text", tokens=tokens, vocab_size=48)
     found = text_documents([stream], END, LONGEST, begins_too=True)
-    read = [found.read(n)[0].tolist() for n in range(len(found.lengths))]
+    examples = [found.read(n) for n in range(len(found.lengths))]
+    read = [[*x.tokens.tolist(), x.targets[-1].item()] for x in examples]
     assert read == [x for x in documents if len(x) > 1]
     # A row from each place, as rows begin and end anywhere.
     numbers = np.repeat(range(3), [4, 1, 4])

@@ -60,6 +60,23 @@ def runs(program, computation, target):
     return total
 
 
+def test_policy_takes_the_memory_of_next_token_training():
+    """But for the numbers of each token: three that are read, and two that are computed, with their
+    gradients."""
+    peaks, estimates = {}, {}
+    for objective in ("next_token", "policy"):
+        config = make_config(
+            MODEL | {"vocab_size": 65_536}, seq_len=8 * TOKENS, batch_size=1, zero=3,
+            remat="attention_saved", tile=512, objective=objective,
+        )  # fmt: skip
+        program = make_program(config, STARTRAIL, gpu_topology("h100", 8).devices)
+        found = compile_step(program).memory_analysis()
+        peaks[objective] = found.temp_size_in_bytes + found.argument_size_in_bytes
+        estimates[objective] = program.memory().device_bytes
+    assert peaks["policy"] - peaks["next_token"] <= 7 * 4 * TOKENS
+    assert estimates["policy"] - estimates["next_token"] == 3 * 4 * TOKENS
+
+
 @pytest.mark.parametrize(("remat", "times"), [("attention_saved", 1), ("full", 2)])
 def test_attention_that_is_saved_is_not_computed_again(remat, times):
     """Four kernels at most in the first round of a layer, then one in each; with "full" twice."""

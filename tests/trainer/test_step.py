@@ -195,7 +195,7 @@ def test_gradients_are_those_of_the_dense_model(degrees, changes, dense_gradient
     program = make_program(degrees, **changes)
     weights = placed(initial_state.weights, program.state_shapes.weights)
     actual = jax.jit(program.gradients)(weights, batch(program, 0))
-    total, weight = program.losses(weights, batch(program, 0))
+    total, weight, _ = program.losses(weights, batch(program, 0))
     np.testing.assert_allclose(total / weight, dense_gradients[0], rtol=1e-5)
     leaves = jax.tree_util.tree_leaves_with_path(dense_gradients)
     for (path, wanted), given in zip(leaves, jax.tree.leaves(actual), strict=True):
@@ -423,4 +423,4 @@ def test_losses_of_an_evaluation_are_sums_over_all_parts_of_a_batch(initial_stat
         program.losses(placed(initial_state, program.state_shapes).result, batch(program, 0))
         for program in programs
     )
-    np.testing.assert_allclose(in_parts, whole, rtol=1e-6)
+    np.testing.assert_allclose(in_parts[:2], whole[:2], rtol=1e-6)

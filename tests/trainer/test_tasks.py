@@ -133,7 +133,7 @@ def test_auxiliary_losses_are_trained_on_and_not_measured(config, degrees, chang
 
     weights = jax.tree.map(jnp.asarray, jax.device_get(state.weights))
     wanted, gradients = jax.jit(jax.value_and_grad(partial(loss, auxiliary=1)))(weights)
-    total, weight = program.losses(state.model, batch)
+    total, weight, _ = program.losses(state.model, batch)
     np.testing.assert_allclose(total / weight, loss(weights, auxiliary=0), rtol=1e-5)
     found, given = jax.jit(program.gradients)(state.weights, batch)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -64,7 +64,11 @@ class Feed(Generic[Batch]):
             groups=None if groups is None else groups.held_out,
             **reading,
         )
+        # A batch of each structure and shape, to compile with.
         self._kinds = self._held_out[:1]
+        if not self._kinds and parts is None:
+            examples = [data.train[0]] * len(self._rows)
+            self._kinds = [data.collate(examples, list(self._rows))]
         self.description: BatchDescription | None = None
         """What batches hold that differ in their tokens; None if they do not differ."""
         if parts is not None and data.documents is not None:
@@ -92,6 +96,11 @@ class Feed(Generic[Batch]):
     def kinds(self) -> Iterator[Batch]:
         """A batch of each structure and shape that batches of rows to train on have."""
         return map(self._place, self._kinds)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is something to evaluate with."""
+        return bool(self._held_out)
 
     def held_out(self) -> Iterator[Batch]:
         """The batches to evaluate with, which are always the same."""

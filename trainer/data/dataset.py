@@ -84,7 +84,7 @@ class Dataset:
     train: Source
     """Examples to train on."""
     held_out: Source
-    """Examples to measure with, which training never sees."""
+    """Examples to measure with, which training never sees; none if nothing is measured."""
     collate: Callable[[list[Any], list[int]], Any]
     """(examples, their numbers in the run) -> those rows of a batch, a tree of numpy arrays
     [rows, ...] in layout order."""

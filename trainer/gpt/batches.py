@@ -41,7 +41,65 @@ class TokenBatch(NamedTuple):
     segment_ids: Int32[np.ndarray | Array, "B T"] | None
     """Number of the token's document in the row, from 0; None if documents are not masked."""
     weights: Float32[np.ndarray | Array, "B T"]
-    """1 if the target belongs to the same document as the token, or ends it; else 0."""
+    """1 if the target belongs to the same document as the token, or ends it; else 0. Rollouts have
+    weights of their own."""
+    numbers: dict[str, Float32[np.ndarray | Array, "B T"]] | None = None
+    """What the objective reads of the targets beside, by name, such as log-probabilities."""
+
+
+class TokenExample(NamedTuple):
+    """Tokens that stay together in a row: a document, or several that belong together."""
+
+    tokens: Int32[np.ndarray, " n"]
+    targets: Int32[np.ndarray, " n"]
+    weights: Float32[np.ndarray, " n"]
+    documents: Int32[np.ndarray, " n"] | None = None
+    """Number of the document of each token, from 0 and without gaps; None for a single one."""
+    numbers: dict[str, Float32[np.ndarray, " n"]] | None = None
+    """As in `TokenBatch`."""
+
+    @classmethod
+    def of(cls, tokens: Int32[np.ndarray, " n_and_one"], counted: Any = True) -> TokenExample:
+        """A document, whose last token is a target alone; `counted` says of each token whether it
+        counts as a target, or True for all."""
+        weights = np.ones(len(tokens) - 1) if counted is True else counted[1:]
+        return cls(tokens[:-1], tokens[1:], weights.astype(np.float32))
+
+
+def rows_of(
+    rows: Sequence[Sequence[TokenExample]], length: int, names: Sequence[str] | None = None
+) -> TokenBatch:
+    """Rows of `length` tokens, with padding after their examples, in natural order. `names` are
+    those of the numbers that all examples have; None for none."""
+    shape = len(rows), length
+    batch = TokenBatch(
+        tokens=np.zeros(shape, np.int32),
+        targets=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        segment_ids=np.full(shape, PADDING, np.int32),
+        weights=np.zeros(shape, np.float32),
+        numbers=None if names is None else {name: np.zeros(shape, np.float32) for name in names},
+    )
+    segment_ids: Any = batch.segment_ids
+    for row, examples in enumerate(rows):
+        end, documents = 0, 0
+        for example in examples:
+            start, end = end, end + len(example.tokens)
+            here = row, slice(start, end)
+            batch.tokens[here], batch.weights[here] = example.tokens, example.weights
+            batch.targets[here] = np.maximum(example.targets, 0)
+            if example.documents is None:
+                segment_ids[here] = documents
+                batch.positions[here] = np.arange(end - start)
+            else:
+                segment_ids[here] = documents + example.documents
+                starts = np.diff(example.documents, prepend=-1) != 0
+                place = np.arange(end - start)
+                batch.positions[here] = place - np.maximum.accumulate(np.where(starts, place, 0))
+            documents = int(segment_ids[row, end - 1]) + 1
+            for name, x in (batch.numbers or {}).items():
+                x[here] = (example.numbers or {})[name]
+    return batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +197,17 @@ def in_layout_order(batch: TokenBatch, layout: Layout) -> TokenBatch:
     length = batch.tokens.shape[1]
     missing = ((0, 0), (0, layout.padded_length(length) - length))
 
-    def placed(name: str, x: Any) -> Any:
-        fill = PADDING if name == "segment_ids" else 0
+    def placed(x: Any, fill: int = 0) -> Any:
         return None if x is None else layout.permute(np.pad(x, missing, constant_values=fill))
 
-    return TokenBatch(**{name: placed(name, x) for name, x in batch._asdict().items()})
+    return TokenBatch(
+        tokens=placed(batch.tokens),
+        targets=placed(batch.targets),
+        positions=placed(batch.positions),
+        segment_ids=placed(batch.segment_ids, PADDING),
+        weights=placed(batch.weights),
+        numbers=batch.numbers and {name: placed(x) for name, x in batch.numbers.items()},
+    )
 
 
 def collate(

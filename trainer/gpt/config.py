@@ -14,6 +14,8 @@ from models.parts.gpt import gpt_weights
 from models.weights import projections
 from startrail_jax.errors import InputError
 from trainer.config import LoraConfig, SampleConfig, TrainConfig
+from trainer.gpt.objectives.loss import RowLoss
+from trainer.gpt.objectives.policy import Policy
 from trainer.places import check_folder, check_on_disk
 from trainer.task import SampleOptions
 
@@ -145,6 +147,15 @@ class DataConfig:
                 "--data.batches documents."
             )
 
+    def check_rollouts(self) -> None:
+        """Raises if a setting does not suit rollouts."""
+        if self.loss is not None or not self.mask_documents or self.longest_document is not None:
+            raise InputError(
+                "Rollouts have weights of their own, and attend to themselves alone; got "
+                f"data.loss={self.loss!r}, mask_documents={self.mask_documents}, "
+                f"longest_document={self.longest_document}. Leave these out."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextSampleConfig(SampleConfig):
@@ -179,6 +190,8 @@ class GPTTrainConfig(TrainConfig):
     """Data to train on."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters."""
+    policy: Policy = field(default_factory=Policy)
+    """Policy gradients."""
 
     init_from: Path | None = None
     """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
@@ -188,6 +201,9 @@ class GPTTrainConfig(TrainConfig):
     taken."""
     seq_len: int
     """Number of tokens in a sequence."""
+    objective: Literal["next_token", "policy"] = "next_token"
+    """What is learned (docs/posttraining.md): to predict the next token, or a "policy", from
+    rollouts with rewards. The settings of an objective begin with its name."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """Whether ZeRO 3 gathers the experts of a layer, or sends each token to the devices that have
     its experts. The default is what sends fewer bytes: to gather them, if sequences are long."""
@@ -224,6 +240,14 @@ class GPTTrainConfig(TrainConfig):
                 f"sample.length={self.sample.length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
             )
+        for name, loss in vars(self).items():
+            if isinstance(loss, RowLoss) and loss.changed and name != self.objective:
+                raise InputError(
+                    f"{name}.{loss.changed[0]} needs objective={name!r}; got objective="
+                    f"{self.objective!r}. Use --objective {name}, or leave it out."
+                )
+        if self.row_loss is not None:
+            self.data.check_rollouts()
         longest = self.data.longest_document
         if longest is not None and longest >= self.seq_len:
             raise InputError(
@@ -237,6 +261,11 @@ class GPTTrainConfig(TrainConfig):
                 "--model.experts.balance-loss."
             )
         self.lora.check_targets(projections(gpt_weights(self.model)))
+
+    @property
+    def row_loss(self) -> RowLoss | None:
+        """The loss and settings of the objective; None for the next token."""
+        return None if self.objective == "next_token" else getattr(self, self.objective)
 
     @property
     def num_tokens(self) -> int:
@@ -257,6 +286,8 @@ class GPTTrainConfig(TrainConfig):
     @property
     def idle_settings(self) -> tuple[str, ...]:
         idle = ("model.rope.stretches",) if self.model.rope.scaling == "none" else ()
+        losses = (x for x, value in vars(self).items() if isinstance(value, RowLoss))
+        idle += tuple(x for x in losses if x != self.objective)
         return idle if self.model.experts.balance_loss else (*idle, "model.experts.balance_over")
 
     @property

@@ -103,6 +103,8 @@ class Corpus:
     """A hash of the content of the files of `train`, in hexadecimal digits."""
     tokens: str | None = None
     """A hash of the tokens of `train`, if they were made of text."""
+    shown: str = "held-out text"
+    """What `held_out` is called where samples continue it."""
     stops: tuple[int, ...] = ()
     """Tokens that end an answer of a conversation, at which samples stop."""
 
@@ -183,16 +185,23 @@ def _check_alike(found: Sequence[Files]) -> None:
         paths |= dict.fromkeys(real, files.name)
 
 
-def check_effects(config: DataConfig, inputs: Sequence[Input], *, examples: bool = False) -> None:
-    """Raises if an option is set that has no effect on these data, which may be `examples`."""
+def check_effects(
+    config: DataConfig,
+    inputs: Sequence[Input],
+    *,
+    examples: bool = False,
+    rollouts: bool = False,
+) -> None:
+    """Raises if an option is set that has no effect on these data, which may be `examples` or
+    `rollouts`."""
     validation = inputs[0].validation
     files = [x.files for x in inputs] + [x.validation for x in inputs if x.validation is not None]
     kinds = {x.kind for x in files}
     idle = {
         "bin_dtype": "bin" not in kinds,
-        "text_key": kinds.isdisjoint(RECORD_KINDS) or examples,
+        "text_key": kinds.isdisjoint(RECORD_KINDS) or examples or rollouts,
         "chat_template": not examples or config.tokenizer is None,
-        "ignored_keys": not examples,
+        "ignored_keys": not (examples or rollouts),
         "messages": not examples,
         # Of tokens, it only tells that the token which ends documents begins them too.
         "begin_of_document": config.begin_of_document != config.end_of_document

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 from startrail_jax.tokens.layout import Layout
 from trainer.data.mixture import Mixture, drawn, fractions_of
@@ -21,6 +22,7 @@ from trainer.gpt.documents import (
     mixed_documents,
     text_documents,
 )
+from trainer.gpt.rollouts.dataset import has_rollouts, open_rollouts
 
 
 def open_dataset(config: GPTTrainConfig, layout: Layout) -> TextDataset:
@@ -28,7 +30,9 @@ def open_dataset(config: GPTTrainConfig, layout: Layout) -> TextDataset:
     # Beside the run, so that the next run finds the tokens too.
     data, cache = config.data, config.run_dir.parent / "tokens"
     vocab_size, seq_len = config.model.vocab_size, config.seq_len
-    if has_examples(data):
+    if config.row_loss is not None or has_rollouts(data):
+        several = open_rollouts(config, layout, cache)
+    elif has_examples(data):
         several = open_examples(data, layout, vocab_size=vocab_size, seq_len=seq_len, cache=cache)
     else:
         corpora = open_corpora(data, vocab_size=vocab_size, cache=cache)
@@ -89,12 +93,17 @@ def _mixed(several: Sequence[TextDataset], config: GPTTrainConfig) -> TextDatase
     found = [x.documents for x in several if isinstance(x.documents, TokenDocuments)]
     shares = _shares(several, config, weights)
     lines = [f"{share} {x.description}" for share, x in zip(shares, several, strict=True)]
-    held_out = [x.held_out for x in several]
-    is_one = config.data.validation_path is not None
+    held_out: Any = [x.held_out for x in several]
+    if config.data.validation_path is not None:
+        held_out = held_out[0]
+    elif any(map(len, held_out)):
+        held_out = Mixture(sources=tuple(held_out), weights=weights)
+    else:
+        held_out = []
     return TextDataset.of(
         joined([x.corpus for x in several], weights),
         train=Mixture(sources=tuple(x.train for x in several), weights=weights),
-        held_out=held_out[0] if is_one else Mixture(sources=tuple(held_out), weights=weights),
+        held_out=held_out,
         documents=mixed_documents(found, weights) if found else None,
         collate=several[0].collate,
         description="\n".join((f"a mixture of {len(several)} paths", *lines)),

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer
+from jaxtyping import Int64, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data.mixture import locate, mixed_epochs
-from trainer.gpt.batches import PADDING, TokenBatch
+from trainer.gpt.batches import TokenBatch, TokenExample, rows_of
 from trainer.gpt.corpus import Stream
 
 # Number of tokens in which ends of documents are looked for at a time.
@@ -30,9 +29,10 @@ class TokenDocuments:
 
     lengths: Int64[np.ndarray, " documents"]
     """Number of tokens of each that the model reads."""
-    read: Callable[[int], tuple[Int32[np.ndarray, " length"], Any]]
-    """Returns the n + 1 tokens of a document by its number, and whether the loss counts each of
-    them as a target: an array, or True for all."""
+    read: Callable[[int], TokenExample]
+    """Returns a document by its number."""
+    numbers: tuple[str, ...] | None = None
+    """Names of the numbers that documents have beside their tokens; None for none."""
     mixed: Callable[[int], Callable[[int], Int64[np.ndarray, " drawn"]]] | None = None
     """(seed) -> `Documents.epochs`, if they are of several sources."""
 
@@ -42,26 +42,7 @@ class TokenDocuments:
 
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> TokenBatch:
         """Rows of documents and padding, in natural order."""
-        shape = len(rows), length
-        segment_ids = np.full(shape, PADDING, np.int32)
-        batch = TokenBatch(
-            tokens=np.zeros(shape, np.int32),
-            targets=np.zeros(shape, np.int32),
-            positions=np.zeros(shape, np.int32),
-            segment_ids=segment_ids,
-            weights=np.zeros(shape, np.float32),
-        )
-        for row, numbers in enumerate(rows):
-            end = 0
-            for segment, number in enumerate(numbers):
-                tokens, counted = self.read(number)
-                start, end = end, end + len(tokens) - 1
-                here = row, slice(start, end)
-                batch.tokens[here], batch.targets[here] = tokens[:-1], tokens[1:]
-                batch.positions[here] = np.arange(end - start)
-                segment_ids[here] = segment
-                batch.weights[here] = counted if counted is True else counted[1:]
-        return batch
+        return rows_of([[*map(self.read, numbers)] for numbers in rows], length, self.numbers)
 
 
 def mixed_documents(
@@ -71,13 +52,14 @@ def mixed_documents(
     lengths = [x.lengths for x in several]
     ends = np.cumsum([len(x) for x in lengths])
 
-    def read(number: int) -> tuple[Int32[np.ndarray, " length"], Any]:
+    def read(number: int) -> TokenExample:
         source, own = locate(ends, number)
         return several[source].read(own)
 
     return TokenDocuments(
         lengths=np.concatenate(lengths),
         read=read,
+        numbers=several[0].numbers,
         mixed=lambda seed: mixed_epochs(lengths, weights, seed),
     )
 
@@ -103,9 +85,9 @@ def text_documents(
             "--data.end-of-document, or use --data.batches rows."
         )
 
-    def read(number: int) -> tuple[Int32[np.ndarray, " length"], bool]:
+    def read(number: int) -> TokenExample:
         stream, start, length = pieces[number].tolist()
-        return streams[stream].read(start, start + length + 1), True
+        return TokenExample.of(streams[stream].read(start, start + length + 1))
 
     return TokenDocuments(lengths=np.ascontiguousarray(pieces[:, 2]), read=read)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Integer, Real
 
 from startrail_jax.errors import InputError
 from trainer.data.cache import filled_folder
@@ -182,7 +182,7 @@ def read_encoded(
 
 
 class VectorWriter:
-    """Appends integers, such as tokens, to a .npy file, and counts them."""
+    """Appends numbers, such as tokens, to a .npy file, and counts them."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.documents = self.length = self.largest = 0
@@ -199,8 +199,8 @@ class VectorWriter:
             self._file.seek(0)
             self._write_header()
 
-    def add(self, tokens: Integer[np.ndarray, " tokens"], *, ends_document: bool = False) -> None:
-        """Appends tokens, the last of which may end a document."""
+    def add(self, tokens: Real[np.ndarray, " tokens"], *, ends_document: bool = False) -> None:
+        """Appends numbers; of tokens, the last may end a document."""
         self._file.write(tokens.tobytes())
         self.documents += ends_document
         self.length += len(tokens)

@@ -99,6 +99,32 @@ class NextToken(Objective):
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
+class OfRollouts(NextToken):
+    """A loss of rows, on data with numbers beside their tokens: see `RowLoss`."""
+
+    of_rows = True
+
+    def __init__(self, config: GPTTrainConfig) -> None:
+        super().__init__(config)
+        assert config.row_loss is not None, "the next token needs none"
+        self._loss = config.row_loss
+        self.names_of_means = self._loss.metrics
+
+    def batch_shapes(self, layout: Layout) -> TokenBatch:
+        batch: Any = super().batch_shapes(layout)
+        return batch._replace(numbers=dict.fromkeys(self._loss.reads, batch.weights))
+
+    def numbers(
+        self, model: GPT, hidden: Float[Array, "B T width"], batch: TokenBatch
+    ) -> Float32[Array, "B T n"]:
+        return self._loss.numbers(model.logits(hidden), batch)
+
+    def loss(
+        self, numbers: Float32[Array, "b t n"], batch: TokenBatch, sums: Callable[..., Array]
+    ) -> tuple[Float32[Array, "b t"], dict[str, Float32[Array, "b t"]]]:
+        return self._loss.loss(numbers, batch, sums)
+
+
 def _balanced(weights: Any) -> Any:
     """Which weights are moved to balance experts."""
     return jax.tree_util.tree_map_with_path(

@@ -225,7 +225,7 @@ class Continuation:
             text += [token for token in new if token is not None]
         show: Any = self._corpus.decode or (lambda tokens: " ".join(map(str, tokens)))
         return (
-            f"--- held-out text\n{show(self._prompt)}",
+            f"--- {self._corpus.shown}\n{show(self._prompt)}",
             f"--- continued by the model\n{show(np.array(text, np.int32))}",
         )
 

@@ -63,9 +63,9 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         return with_ending(config, by_user=by_user, inherited=of_run and not is_new)
 
     def make_objective(self, config: GPTTrainConfig) -> Any:
-        from trainer.gpt.objective import NextToken
+        from trainer.gpt.objective import NextToken, OfRollouts
 
-        return NextToken(config)
+        return NextToken(config) if config.row_loss is None else OfRollouts(config)
 
     def sizes(self, config: GPTTrainConfig) -> Any:
         from trainer.gpt.sizes import sizes_of

@@ -60,6 +60,17 @@ class StepMetrics(NamedTuple):
     """The metrics of `Objective.metric_names`, and the means of `Objective.names_of_means`."""
 
 
+class Evaluation(NamedTuple):
+    """What an evaluation adds up over batches, as scalars that every device has."""
+
+    loss: Any
+    """Sum of the losses of the tokens, times their weights."""
+    weight: Any
+    """Sum of their weights."""
+    sums: dict[str, Any]
+    """The same as the loss, of the metrics of `Objective.names_of_means`."""
+
+
 class _Counted(NamedTuple):
     """What the loss of a token by itself needs of a batch."""
 
@@ -133,10 +144,10 @@ class Program(AbstractStep):
             compiler_options=options | self._offload_options(),
         )
         """(state, batch) -> new state, which takes the memory of the old one, and metrics."""
-        self.losses: Callable[[Any, Any], tuple[Array, Array]] = jax.jit(
+        self.losses: Callable[[Any, Any], Evaluation] = jax.jit(
             self._losses, compiler_options=options
         )
-        """(`TrainState.model`, batch) -> sum of the tokens' losses, and sum of their weights."""
+        """(`TrainState.model`, batch) -> what an evaluation adds up."""
 
     def _offload_options(self) -> dict[str, bool | int]:
         config, options = self.config, {}
@@ -232,10 +243,9 @@ class Program(AbstractStep):
             batch = self._prepare(batch, training=True)
         return self._on_each_device(self._local_gradients, weights, batch, out_specs)
 
-    def _losses(self, weights: Any, batch: Any) -> tuple[Array, Array]:
-        out_specs = (PartitionSpec(), PartitionSpec())
+    def _losses(self, weights: Any, batch: Any) -> Evaluation:
         batch = self._prepare(batch, training=False)
-        return self._on_each_device(self._local_losses, weights, batch, out_specs)
+        return self._on_each_device(self._local_losses, weights, batch, PartitionSpec())
 
     def outputs(self, weights: Any, batch: Any) -> Float32[Array, "B T out"]:
         """The model's output for every token of a prepared batch, sharded as the tokens."""
@@ -317,14 +327,16 @@ class Program(AbstractStep):
         others |= {name: self._over_all(x) / total for name, x in metrics.sums.items()}
         return (loss, others), jax.tree.map(lambda x: x / total, gradients)
 
-    def _local_losses(self, weights: Any, batch: Any) -> tuple[Array, Array]:
+    def _local_losses(self, weights: Any, batch: Any) -> Evaluation:
         gathered = self.partition.gather_once(weights, self._model.splits)
 
-        def of(part: Any) -> Array:
-            return self._local_sum(self._model, self._sums, None, gathered, part)[0]
+        def of(part: Any) -> tuple[Array, dict[str, Array]]:
+            loss, metrics = self._local_sum(self._model, self._sums, None, gathered, part)
+            return loss, metrics.sums
 
         parts = lax.map(of, self._parts(batch))
-        return self._over_all(jnp.sum(parts)), self._total_weight(batch)
+        loss, sums = jax.tree.map(lambda x: self._over_all(jnp.sum(x)), parts)
+        return Evaluation(loss, self._total_weight(batch), sums)
 
     def _parts(self, batch: Any) -> Any:
         """The parts of a batch of rows that are computed one after another: [parts, b, ...]. Rows

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.gpt.batches import PADDING, TokenBatch, counting, in_layout_order
+from trainer.gpt.batches import PADDING, TokenBatch, TokenExample, counting, in_layout_order
 from trainer.gpt.documents import TokenDocuments
 
 
@@ -63,7 +63,7 @@ class PackedExamples:
         """The numbers of the examples in the rows."""
         self.lengths = np.minimum(lengths, most)[self._examples]
         """Number of tokens of each example in the rows."""
-        self._firsts = _first_of_rows(np.cumsum(self.lengths), self._length)
+        self._firsts = first_of_rows(np.cumsum(self.lengths), self._length)
         self.share_of_padding = 1 - self.lengths.sum() / max(len(self) * self._length, 1)
         lost = sum(np.count_nonzero(self._counted(i)[most:]) for i in cut)
         lost += sum(np.count_nonzero(self._counted(i, most)) for i in useless)
@@ -104,7 +104,10 @@ class PackedExamples:
     @property
     def documents(self) -> TokenDocuments:
         """The examples in the rows, as whole documents."""
-        return TokenDocuments(lengths=self.lengths.astype(np.int64) - 1, read=self.example)
+        return TokenDocuments(
+            lengths=self.lengths.astype(np.int64) - 1,
+            read=lambda number: TokenExample.of(*self.example(number)),
+        )
 
     def example(
         self, number: int
@@ -115,10 +118,11 @@ class PackedExamples:
         return self._part.tokens[place].astype(np.int32), self._part.counted[place] != 0
 
 
-def _first_of_rows(
+def first_of_rows(
     ends: Integer[np.ndarray, " examples"], length: int
 ) -> Int64[np.ndarray, " rows_and_one"]:
-    """The first example of each row, and the number of examples."""
+    """The first example of each row of at most `length` tokens, and the number of examples; each of
+    these ends at so many tokens after the first, and fits a row."""
     firsts, begun = [0], 0
     while firsts[-1] < len(ends):
         firsts.append(int(np.searchsorted(ends, begun + length, side="right")))

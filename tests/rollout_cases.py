@@ -1,0 +1,129 @@
+"""Rollouts for tests, and their losses in NumPy float64, which import nothing of the package."""
+
+import json
+
+import numpy as np
+
+VOCAB = 48
+
+
+def make_rollouts(count=14, longest=30, groups=4, seed=0):
+    """Records of rollouts: lengths from 2 on, prompts that do not count, some fractional weights,
+    some with targets of their own, and one of which nothing counts."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for number in range(count):
+        n = 2 + (number * 7) % (longest - 1)
+        tokens = rng.integers(8, VOCAB, size=n)
+        weights = (np.arange(n) >= rng.integers(0, max(n // 2, 1))).astype(float)
+        if number % 3 == 1:
+            weights *= rng.choice([0, 0.5, 1.0, 2.0], size=n)
+        if number == 5:
+            weights[:] = 0
+        weights[-1] = 0
+        record = {"tokens": tokens.tolist()}
+        if number % 4 == 2:
+            record["targets"] = rng.integers(VOCAB, size=n).tolist()
+            weights[-1] = 1
+        lists = {
+            name: -np.abs(rng.normal(3.9, 0.5, size=n))
+            for name in ("logprobs", "old_logprobs", "ref_logprobs")
+        }
+        record |= {name: x.tolist() for name, x in lists.items()}
+        record |= {"weights": weights.tolist(), "reward": rng.normal(), "group": number % groups}
+        records.append(record)
+    return records
+
+
+def write_rollouts(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def targets_of(record):
+    return np.array(record.get("targets", [*record["tokens"][1:], 0]))
+
+
+def grpo_advantages(records, deviation):
+    found = []
+    for record in records:
+        group = [x["reward"] for x in records if x["group"] == record["group"]]
+        advantage = record["reward"] - np.mean(group)
+        found.append(advantage / (np.std(group, ddof=1) + 1e-4) if deviation else advantage)
+    return found
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def policy_loss(
+    records,
+    logits,
+    held=None,
+    *,
+    surrogate="ppo",
+    ratio="token",
+    clip=(0.2, 0.2),
+    mean="batch",
+    length=None,
+    old="logprobs",
+    truncate=None,
+    kl="k3",
+    kl_weight=0.0,
+    entropy_weight=0.0,
+    temperature=1.0,
+    deviation=True,
+):
+    """The loss of all rollouts, from float64 logits [n, vocab] of each. `held` are logits of what
+    has no gradient; by default the same."""
+    total, normaliser = 0.0, 0.0
+    advantages = grpo_advantages(records, deviation)
+    for number, record in enumerate(records):
+        weights = np.array(record["weights"])
+        counted = np.flatnonzero(weights)
+        if not len(counted):
+            continue
+        every = log_softmax(logits[number] / temperature)
+        at = np.arange(len(weights)), targets_of(record)
+        lp = every[at]
+        fixed = log_softmax((logits if held is None else held)[number] / temperature)[at]
+        before = fixed if old == "current" else np.array(record[old])
+        apart = lp - before, fixed - before
+        if ratio == "sequence":
+            apart = tuple(np.full(len(x), x[counted].mean()) for x in apart)
+        r, r_fixed = map(np.exp, apart)
+        a = advantages[number]
+        if surrogate == "cispo":
+            gained = np.clip(r_fixed, 1 - clip[0], 1 + clip[1]) * a * lp
+        elif clip is None:
+            gained = r * a
+        else:
+            gained = np.minimum(r * a, np.clip(r, 1 - clip[0], 1 + clip[1]) * a)
+        if truncate is not None:
+            gained = gained * np.minimum(np.exp(before - np.array(record["logprobs"])), truncate)
+        above = lp - np.array(record["ref_logprobs"])
+        losses = -gained + kl_weight * (above if kl == "k1" else np.exp(-above) + above - 1)
+        losses -= entropy_weight * -(np.exp(every) * every).sum(-1)
+        summed = (losses * weights)[counted].sum()
+        if mean == "batch":
+            total, normaliser = total + summed, normaliser + weights.sum()
+        else:
+            divisor = weights.sum() if mean == "sequence" else length
+            total, normaliser = total + summed / divisor, normaliser + 1
+    return total / normaliser
+
+
+POLICIES = {
+    "reinforce": dict(clip=None),
+    "ppo": {},
+    "grpo": dict(mean="sequence", kl_weight=0.04),
+    "dapo": dict(clip=(0.2, 0.28), entropy_weight=0.01),
+    "dr_grpo": dict(mean="constant", length=16.0, deviation=False),
+    "gspo": dict(ratio="sequence", mean="sequence", clip=(0.3, 0.4)),
+    "cispo": dict(surrogate="cispo", clip=(0.5, 2.0)),
+    "current": dict(old="current", truncate=2.0, kl="k1", kl_weight=0.1),
+    "old": dict(old="old_logprobs", truncate=0.5, temperature=0.7),
+}
+"""Settings of `policy` by name."""

@@ -1,0 +1,56 @@
+"""What an objective of post-training is: its settings, what it reads, and a loss of rows.
+
+Imports no jax: `--help` must be fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLoss(ABC):
+    """The loss of an objective; its fields are the settings with the prefix of its name.
+
+    `trainer.objective.Objective` describes `numbers` and `loss`. Here `numbers` gets the logits of
+    the tokens; `batch` is a `trainer.gpt.batches.TokenBatch` whose `numbers` are those of `reads`,
+    and whose `segment_ids` are the documents.
+    """
+
+    holds_out: ClassVar[bool] = True
+    """True if a fraction of the data is held out to evaluate with."""
+
+    @property
+    @abstractmethod
+    def reads(self) -> tuple[str, ...]:
+        """The names of the numbers of tokens that it needs of the data: some of
+        `trainer.gpt.rollouts.records.NUMBERS`."""
+
+    @property
+    @abstractmethod
+    def mean_over(self) -> Literal["tokens", "documents"]:
+        """What the loss of a batch is the mean of."""
+
+    @property
+    @abstractmethod
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics of `loss`, which are means of the same kind."""
+
+    @abstractmethod
+    def numbers(self, logits: Any, batch: Any) -> Any:
+        """Float32 [B T n] of logits, float32 [B T vocab]."""
+
+    @abstractmethod
+    def loss(
+        self, numbers: Any, batch: Any, sums: Callable[[Any, Any], Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Losses, float32 [b t], and metrics."""
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the settings that are not the defaults."""
+        default = type(self)()
+        return tuple(x for x, value in vars(self).items() if value != getattr(default, x))

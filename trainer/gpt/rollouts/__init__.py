@@ -1,0 +1,1 @@
+"""Rollouts: tokens with numbers of each, such as log-probabilities, that were made elsewhere."""

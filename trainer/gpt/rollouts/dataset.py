@@ -1,0 +1,183 @@
+"""The data of a run that trains on rollouts: rows of whole rollouts, or these as documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from startrail_jax.errors import InputError
+from startrail_jax.tokens.layout import Layout
+from trainer.data.documents import read_records
+from trainer.data.files import RECORD_KINDS, find_files
+from trainer.gpt.batches import (
+    TextDataset,
+    TokenBatch,
+    TokenExample,
+    counting,
+    in_layout_order,
+    rows_of,
+)
+from trainer.gpt.chat.packing import first_of_rows
+from trainer.gpt.config import DataConfig, GPTTrainConfig
+from trainer.gpt.corpus import (
+    MOST_FOR_BYTES,
+    Corpus,
+    Stream,
+    check_effects,
+    described,
+    find_inputs,
+)
+from trainer.gpt.documents import TokenDocuments
+from trainer.gpt.rollouts.records import LISTS, TOKENS
+from trainer.gpt.rollouts.store import Form, Stored, StoredRollouts, store_rollouts
+from trainer.gpt.tokenizer import text_tokenizer
+
+
+def has_rollouts(config: DataConfig) -> bool:
+    """Whether the first record of the first path is a rollout, and no text."""
+    if config.loss is not None or not config.path:
+        return False
+    files = find_files(config.path[0], "data.path")
+    if files.kind not in RECORD_KINDS:
+        return False
+    records: Any = read_records(files)
+    with closing(records):
+        first = next(records, None)
+    return first is not None and TOKENS in first.fields and config.text_key not in first.fields
+
+
+class PackedRollouts:
+    """Rows of rollouts, by their number: a `trainer.data.dataset.Source`. A rollout is in one row,
+    and rollouts keep their order."""
+
+    def __init__(self, rollouts: StoredRollouts, documents: TokenDocuments, seq_len: int) -> None:
+        """Decides which rollouts share a row."""
+        self._documents = documents
+        self._firsts = first_of_rows(np.cumsum(documents.lengths), seq_len)
+        self.share_of_padding = 1 - len(rollouts.tokens) / max(len(self) * seq_len, 1)
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def __getitem__(self, index: int) -> list[TokenExample]:
+        first, last = self._firsts[index : index + 2].tolist()
+        return [self._documents.read(number) for number in range(first, last)]
+
+
+def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[TextDataset, ...]:
+    """Opens each path of a config whose data are rollouts."""
+    data, loss = config.data, config.row_loss
+    if not data.path:
+        raise InputError(
+            f"objective={config.objective!r} trains on rollouts; got no data.path. Give the file "
+            "with them, *.jsonl (docs/posttraining.md)."
+        )
+    data.check_rollouts()
+    inputs = find_inputs(data)
+    check_effects(data, inputs, rollouts=True)
+    reads = () if loss is None else loss.reads
+    form = Form(
+        vocab_size=config.model.vocab_size,
+        longest=config.seq_len,
+        lists=tuple(name for name in reads if name in LISTS),
+        advantages="advantages" in reads,
+        deviation=loss is None or getattr(loss, "deviation", True),
+        ignored=data.ignored_keys,
+    )
+    opened = []
+    for found in inputs:
+        for files in filter(None, (found.files, found.validation)):
+            if files.kind not in RECORD_KINDS:
+                raise InputError(
+                    f"Rollouts must be JSONL or tables; got {files.kind} files in {files.name!r}. "
+                    "Give *.jsonl, *.parquet or *.arrow files (--data.path)."
+                )
+        fraction, parts = data.validation_fraction, {"train": found.files}
+        if found.validation is not None:
+            fraction, parts = 0.0, parts | {"val": found.validation}
+        elif loss is not None and not loss.holds_out:
+            fraction = 0.0
+        stored = store_rollouts(parts, form, data.cache or cache, fraction)
+        _check_lengths(stored.parts, found.files.name, fraction)
+        opened.append(_opened(config, layout, found, stored))
+    return tuple(opened)
+
+
+def _check_lengths(stored: dict[str, StoredRollouts], name: str, fraction: float) -> None:
+    counts = {part: len(x) for part, x in stored.items()}
+    if not all(counts.values()):
+        found = " and ".join(f"{n} in {part}" for part, n in counts.items())
+        ways = ", --data.validation-path, or another --data.validation-fraction" if fraction else ""
+        raise InputError(
+            "Each part of the data must have a rollout with a token that counts; got "
+            f"{found} of {name!r}. Give more data{ways}."
+        )
+
+
+def _opened(
+    config: GPTTrainConfig,
+    layout: Layout,
+    found: Any,
+    stored: Stored,
+) -> TextDataset:
+    """The rows of the rollouts of a path."""
+    loss, vocab_size = config.row_loss, config.model.vocab_size
+    names = None if loss is None else loss.reads
+    over_documents = loss is not None and loss.mean_over == "documents"
+    parts, documents, rows = stored.parts, {}, {}
+    for part, rollouts in parts.items():
+        documents[part] = TokenDocuments(
+            lengths=rollouts.lengths,
+            read=partial(rollouts.example, reads=names or (), over_documents=over_documents),
+            numbers=names,
+        )
+        rows[part] = PackedRollouts(rollouts, documents[part], config.seq_len)
+    tokenizer = None
+    if config.data.tokenizer is not None or 256 <= vocab_size <= MOST_FOR_BYTES:
+        tokenizer = text_tokenizer(config.data, vocab_size=vocab_size)
+    counts = [
+        f"{x.description}, in {len(rows[part]):,} rows ({rows[part].share_of_padding:.0%} padding)"
+        for part, x in parts.items()
+    ]
+    if "val" not in parts:
+        counts.append("nothing")
+    name = found.files.name
+    stream, held_out = (
+        Stream(name=name, tokens=parts[part].tokens, vocab_size=vocab_size)
+        for part in ("train", "val" if "val" in parts else "train")
+    )
+    corpus = Corpus(
+        train=(stream,),
+        held_out=(held_out,),
+        end_of_document=None if tokenizer is None else tokenizer.end_of_document,
+        unit="token" if tokenizer is None else tokenizer.unit,
+        decode=None if tokenizer is None else tokenizer.decode,
+        description=described(found.files, found.validation, counts),
+        digest=stored.digest,
+        tokens=stored.tokens,
+        shown="held-out text" if "val" in parts else "text of the data",
+    )
+    return TextDataset.of(
+        corpus,
+        train=rows["train"],
+        held_out=rows.get("val", []),
+        documents=documents["train"] if config.whole_documents else None,
+        collate=partial(collate_rollouts, layout=layout, length=config.seq_len, names=names),
+    )
+
+
+def collate_rollouts(
+    rows: list[Sequence[TokenExample]],
+    numbers: list[int],
+    *,
+    layout: Layout,
+    length: int,
+    names: tuple[str, ...] | None,
+) -> TokenBatch:
+    """A batch in layout order."""
+    return counting(in_layout_order(rows_of(rows, length, names), layout), numbers)

@@ -1,0 +1,230 @@
+"""Rollouts in JSONL files and tables: tokens, and lists with a number for each of them.
+
+The keys are those of Tinker's `Datum` (https://tinker-docs.thinkingmachines.ai). Entry i of every
+list belongs to the target of token i: `targets[i]`, or without that key the token after token i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from startrail_jax.errors import InputError
+from trainer.data.documents import Record
+from trainer.printable import shortened
+
+TOKENS = "tokens"
+LISTS = ("logprobs", "old_logprobs", "ref_logprobs")
+"""Keys of lists that have a number for each token."""
+KEYS = (TOKENS, "targets", "weights", "advantages", "reward", "group", *LISTS)
+"""What a record may hold."""
+NO_TARGET = -1
+SHIFT = (
+    "Entry i of a list belongs to the target of token i, which is the token after it: shift lists "
+    "that begin with the number of the first token, or give targets."
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """A record: n tokens that the model reads, with what is known of their targets."""
+
+    place: str
+    """Where the record is, for errors."""
+    tokens: Int32[np.ndarray, " n"]
+    targets: Int32[np.ndarray, " n"]
+    """The token after each; `NO_TARGET` for none."""
+    weights: Float32[np.ndarray, " n"]
+    """How much each target counts; 0 without a target."""
+    lists: dict[str, Float32[np.ndarray, " n"]]
+    """The `LISTS` that were asked for, and `advantages` if the record has them; 0 for targets that
+    do not count."""
+    reward: float | None
+    group: str | None
+    """Rollouts with this name in one file are compared with each other."""
+
+
+def read_rollout(record: Record, vocab_size: int, needed: Collection[str] = ()) -> Rollout:
+    """The rollout of a record, which must have the keys of `needed`.
+
+    Raises:
+        InputError: if it holds something else; the message names the line.
+    """
+    fields = {key: x for key, x in record.fields.items() if x is not None}
+    if unknown := [key for key in fields if key not in KEYS]:
+        raise InputError(
+            f"Every key of a rollout must be one of {', '.join(KEYS)}; got {', '.join(unknown)} in "
+            f"{record.place!r}. Leave out what says nothing to the objective: --data.ignored-keys "
+            f"{' '.join(unknown)}"
+        )
+    for name in (TOKENS, *needed):
+        if name not in fields:
+            raise InputError(
+                f"A rollout must have what its objective needs; got no {name} in "
+                f"{record.place!r}, which has {', '.join(fields) or 'nothing'}. {_way_to(name)}"
+            )
+    ids = {name: _ids(fields[name], name, record, vocab_size) for name in IDS if name in fields}
+    tokens = ids[TOKENS]
+    targets = ids.get("targets")
+    if targets is None:
+        targets = np.append(tokens[1:], np.int32(NO_TARGET))
+    weights = (
+        np.ones(len(tokens))
+        if (x := fields.get("weights")) is None
+        else _numbers(x, record, "weights")
+    )
+    lists = {}
+    for name in (*LISTS, "advantages"):
+        if name in fields:
+            x = fields[name]
+            is_one = name == "advantages" and _is_number(x)
+            lists[name] = np.full(len(tokens), float(x)) if is_one else _numbers(x, record, name)
+    for name, x in {"targets": targets, "weights": weights, **lists}.items():
+        if len(x) != len(tokens):
+            raise InputError(
+                "Every list of a rollout must have an entry for each of tokens; got "
+                f"{len(x)} in {name} and {len(tokens)} tokens in {record.place!r}. Mend or remove "
+                "the line."
+            )
+    if "weights" not in fields:
+        weights[targets == NO_TARGET] = 0
+    return _checked(record, tokens, targets, weights, lists)
+
+
+IDS = (TOKENS, "targets")
+
+
+def _way_to(name: str) -> str:
+    """What to do about a missing key."""
+    ways = {
+        TOKENS: "Mend or remove the line.",
+        "ref_logprobs": "score.py writes it, with the model that is the reference.",
+        "old_logprobs": "score.py writes it, with the model that made the rollouts.",
+        "advantages": "Give it, or reward and group in every line.",
+    }
+    return ways.get(name, "Add it to the line.")
+
+
+def _checked(
+    record: Record, tokens: Any, targets: Any, weights: Any, lists: dict[str, Any]
+) -> Rollout:
+    fields, counted = record.fields, weights > 0
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise InputError(
+            f"weights must be at least 0 and finite; got {_first(weights, ~(weights >= 0))} in "
+            f"{record.place!r}. Mend or remove the line."
+        )
+    if (counted & (targets == NO_TARGET)).any():
+        place = int((counted & (targets == NO_TARGET)).argmax())
+        raise InputError(
+            f"A token that counts must have a target; got weight {weights[place]:g} for token "
+            f"{place} of {len(tokens)} in {record.place!r}, which has none. {SHIFT}"
+        )
+    for name, x in lists.items():
+        if not np.isfinite(x[counted]).all():
+            place = int((counted & ~np.isfinite(x)).argmax())
+            raise InputError(
+                f"{name} must be a finite number for every target that counts; got {x[place]} for "
+                f"token {place} of {len(tokens)} in {record.place!r}. {SHIFT}"
+            )
+        if name in LISTS and (x[counted] > MOST_LOGPROB).any():
+            place = int((counted & (x > MOST_LOGPROB)).argmax())
+            raise InputError(
+                f"{name} must be logarithms of probabilities, which are at most 0; got "
+                f"{x[place]:g} for token {place} in {record.place!r}. Mend or remove the line."
+            )
+    reward, group = fields.get("reward"), fields.get("group")
+    if reward is not None and not (_is_number(reward) and math.isfinite(reward)):
+        raise InputError(
+            f"reward must be a finite number; got {shortened(reward)} in {record.place!r}. Mend or "
+            "remove the line."
+        )
+    if group is not None and not isinstance(group, str | int):
+        raise InputError(
+            f"group must be a text or an integer; got {shortened(group)} in {record.place!r}. Mend "
+            "or remove the line."
+        )
+    return Rollout(
+        place=record.place,
+        tokens=tokens,
+        targets=targets,
+        weights=weights.astype(np.float32),
+        lists={name: np.where(counted, x, 0).astype(np.float32) for name, x in lists.items()},
+        reward=None if reward is None else float(reward),
+        group=None if group is None else str(group),
+    )
+
+
+MOST_LOGPROB = 1e-3
+"""Engines round a probability of 1 to a little more."""
+
+
+def _first(x: np.ndarray, wrong: np.ndarray) -> Any:
+    return x[int(wrong.argmax())]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers(values: Any, record: Record, name: str) -> np.ndarray:
+    """A list of numbers, with NaN for null."""
+    items: Any = values.tolist() if isinstance(values, np.ndarray) else values
+    if not isinstance(items, list) or not all(x is None or _is_number(x) for x in items):
+        one = " or one number" if name == "advantages" else ""
+        raise InputError(
+            f"{name} must be a list of numbers{one}; got {shortened(values)} in {record.place!r}. "
+            "Mend or remove the line."
+        )
+    return np.array([math.nan if x is None else x for x in items], np.float64)
+
+
+def _ids(values: Any, name: str, record: Record, vocab_size: int) -> Int32[np.ndarray, " n"]:
+    items: Any = values.tolist() if isinstance(values, np.ndarray) else values
+    is_list = isinstance(items, list) and items
+    if not is_list or not all(type(x) is int for x in items):
+        raise InputError(
+            f"{name} must be a list of token ids, which are integers; got {shortened(values)} in "
+            f"{record.place!r}. Mend or remove the line."
+        )
+    least = NO_TARGET if name == "targets" else 0
+    if not least <= min(items) <= max(items) < vocab_size:
+        wrong = next(x for x in items if not least <= x < vocab_size)
+        raise InputError(
+            "Token ids must be at least 0 and below model.vocab_size; got "
+            f"{wrong} in {name} of {record.place!r} with vocab_size={vocab_size}. Use the model "
+            "whose tokenizer made them, or mend the line."
+        )
+    return np.array(items, np.int32)
+
+
+def advantages_of(
+    rewards: np.ndarray, groups: np.ndarray, *, deviation: bool
+) -> Float32[np.ndarray, " rollouts"]:
+    """GRPO's advantages: the reward minus the mean of its group, divided by the group's standard
+    deviation (that of a sample) plus 1e-4 if `deviation`. Of a group of one, 0.
+
+    Args:
+        rewards: float64 [rollouts].
+        groups: number of the group of each rollout, from 0: integers [rollouts].
+
+    References:
+        DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2; Dr. GRPO,
+        https://arxiv.org/abs/2503.20783, which leaves out the deviation.
+    """
+    count = np.bincount(groups)
+    apart = rewards - (np.bincount(groups, rewards) / np.maximum(count, 1))[groups]
+    if deviation:
+        variance = np.bincount(groups, apart**2) / np.maximum(count - 1, 1)
+        apart /= np.sqrt(variance)[groups] + 1e-4
+    return apart.astype(np.float32)
+
+
+def known_lists(reads: Collection[str]) -> Iterator[str]:
+    """Those of the numbers that an objective reads that a record must have as a list."""
+    return (name for name in reads if name in LISTS)

@@ -1,0 +1,302 @@
+"""Rollouts on the disk: vectors of all tokens, and of all rollouts, that are mapped into memory.
+
+Tokens after the last target that counts are left out, and so are rollouts of which none counts: the
+model is causal, so they change nothing. The reward of such a rollout counts in its group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float32, Float64, Int32, Int64
+
+from startrail_jax.errors import InputError
+from trainer.data.cache import filled_folder
+from trainer.data.documents import Record, digest_files, read_records
+from trainer.data.files import Files
+from trainer.data.progress_bar import shown_progress
+from trainer.gpt.batches import TokenExample
+from trainer.gpt.encoding import VectorWriter, share_of_key
+from trainer.gpt.rollouts.records import LISTS, Rollout, advantages_of, read_rollout
+
+# Changes when the same rollouts give other files than before.
+FORMAT = 1
+OF_TOKENS = {
+    **dict.fromkeys(("tokens", "targets"), np.dtype(np.int32)),
+    "weights": np.dtype(np.float32),
+}
+"""The vectors of tokens that all rollouts have, and their types."""
+ABOUT_FILE = ".about.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What decides the vectors that are made of rollouts."""
+
+    vocab_size: int
+    longest: int
+    """Most tokens of a rollout."""
+    lists: tuple[str, ...] = ()
+    """Those of `LISTS` that are kept, which every rollout must have."""
+    advantages: bool = False
+    """Whether every rollout must have advantages, or reward and group."""
+    deviation: bool = True
+    """As `advantages_of` takes it."""
+    ignored: tuple[str, ...] = ()
+    """Keys without a meaning."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredRollouts:
+    """Rollouts by their number."""
+
+    tokens: Int32[np.ndarray, " tokens"]
+    """Those of all rollouts, one after another, as all vectors of tokens."""
+    targets: Int32[np.ndarray, " tokens"]
+    weights: Float32[np.ndarray, " tokens"]
+    lists: Mapping[str, Float32[np.ndarray, " tokens"]]
+    """`Form.lists`, and `advantages` if the records have them."""
+    ends: Int64[np.ndarray, " rollouts"]
+    """Where each rollout ends in the vectors of tokens."""
+    rewards: Float64[np.ndarray, " rollouts"]
+    """NaN for none."""
+    advantages: Float32[np.ndarray, " rollouts"]
+    """Those that follow from rewards; NaN if the records have them, or none are needed."""
+    about: Mapping[str, int]
+    """Numbers for the log: see `description`."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " rollouts"]:
+        """Number of tokens of each."""
+        return np.diff(self.ends, prepend=0)
+
+    def example(self, number: int, reads: tuple[str, ...], *, over_documents: bool) -> TokenExample:
+        """A rollout with the numbers that an objective reads. With `over_documents`, its weights
+        add up to 1."""
+        end = int(self.ends[number])
+        here = slice(end - int(self.lengths[number]), end)
+        weights = np.asarray(self.weights[here])
+        total, shape = weights.sum(dtype=np.float64), weights.shape
+        numbers = {}
+        for name in reads:
+            if name == "rewards":
+                numbers[name] = np.full(shape, self.rewards[number], np.float32)
+            elif name == "counts":
+                numbers[name] = np.full(shape, total, np.float32)
+            elif name in self.lists:
+                numbers[name] = np.asarray(self.lists[name][here])
+            else:
+                numbers[name] = np.full(shape, self.advantages[number], np.float32)
+        return TokenExample(
+            np.asarray(self.tokens[here]),
+            np.asarray(self.targets[here]),
+            (weights / total).astype(np.float32) if over_documents else weights,
+            numbers=numbers or None,
+        )
+
+    @property
+    def description(self) -> str:
+        """A part of the line of the log."""
+        about = self.about
+        text = f"{len(self):,} rollouts"
+        if about["groups"]:
+            text += f" in {about['groups']:,} groups"
+            if about["alike"]:
+                text += f", {about['alike']:,} of them with equal rewards, which teach nothing"
+        if about["uncounted"]:
+            text += f", {about['uncounted']:,} left out, of which no token counts"
+        counted = int(np.count_nonzero(self.weights))
+        return f"{text}, {len(self.tokens):,} tokens, {counted:,} of them counted"
+
+
+class Stored(NamedTuple):
+    """The rollouts of a path."""
+
+    parts: dict[str, StoredRollouts]
+    """Those to train on, `train`, and those held out, `val`, if there are some."""
+    digest: str
+    """A hash of the content of the files to train on."""
+    tokens: str
+    """A hash of what is stored of them."""
+
+
+def store_rollouts(
+    parts: Mapping[str, Files], form: Form, cache: Path | None, fraction: float
+) -> Stored:
+    """Reads the files of `train`, and those of `val`; without these, a `fraction` of the groups of
+    `train` is held out, or nothing if this is 0.
+
+    Raises:
+        InputError: if a record is wrong; the message names the line.
+    """
+    digests = {part: digest_files(files) for part, files in parts.items()}
+    key = hashlib.sha256(json.dumps([FORMAT, digests, vars(form), fraction]).encode())
+    names = ("train", "val") if fraction or "val" in parts else ("train",)
+
+    def write(folder: Path) -> None:
+        writer = _Writer(parts, form, fraction)
+        for name in names:
+            writer.write(name, folder)
+
+    with filled_folder(cache, f"rollouts-{key.hexdigest()[:32]}", write) as (folder, sums):
+        stored = {name: _read(folder, name) for name in names}
+    train = " ".join(f"{name} {x}" for name, x in sorted(sums.items()) if name.startswith("train."))
+    return Stored(
+        stored,
+        hashlib.sha256(json.dumps([digests["train"], fraction]).encode()).hexdigest()[:16],
+        hashlib.sha256(train.encode()).hexdigest(),
+    )
+
+
+@dataclass
+class _Group:
+    """What is known of a group while rollouts are read."""
+
+    number: int
+    rewards: list[float] = field(default_factory=list)
+
+
+class _Writer:
+    """Writes the vectors of a part as its records are read."""
+
+    def __init__(self, parts: Mapping[str, Files], form: Form, fraction: float) -> None:
+        self._parts, self._form, self._fraction = parts, form, fraction
+        # Whether records have advantages, and the record that says so.
+        self._given: tuple[bool, str] | None = None
+
+    def write(self, part: str, folder: Path) -> None:
+        """Reads the rollouts of a part, and writes its files."""
+        longest, kept = self._form.longest, list[bool]()
+        ends, rewards, groups = list[int](), list[float](), list[int]()
+        numbers = dict[str, int]()
+        with ExitStack() as stack:
+
+            def writer(name: str, dtype: Any) -> VectorWriter:
+                return stack.enter_context(VectorWriter(folder / f"{part}.{name}.npy", dtype))
+
+            writers = {name: writer(name, dtype) for name, dtype in OF_TOKENS.items()}
+            for record, rollout in self._rollouts(part):
+                rewards.append(np.nan if rollout.reward is None else rollout.reward)
+                name = f"{record.key.rpartition(':')[0]}:{rollout.group}"
+                is_known = rollout.group is not None
+                groups.append(numbers.setdefault(name, len(numbers)) if is_known else -1)
+                counted = np.flatnonzero(rollout.weights)
+                kept.append(len(counted) > 0)
+                if not kept[-1]:
+                    continue
+                length = int(counted[-1]) + 1
+                if length > longest:
+                    raise InputError(
+                        "A rollout must fit a row; got "
+                        f"{length:,} tokens up to the last that counts in {rollout.place!r}, with "
+                        f"seq_len={longest:,}. Use a larger --seq-len, or remove the line."
+                    )
+                arrays = {name: getattr(rollout, name) for name in OF_TOKENS} | rollout.lists
+                for name, x in arrays.items():
+                    if name not in writers:  # All rollouts have the same lists.
+                        writers[name] = writer(name, x.dtype)
+                    writers[name].add(x[:length])
+                ends.append(writers["tokens"].length)
+        found = np.array(rewards), np.array(groups, np.int64)
+        self._write_rollouts(part, folder, np.array(ends, np.int64), *found, np.array(kept, bool))
+
+    def _write_rollouts(
+        self,
+        part: str,
+        folder: Path,
+        ends: Int64[np.ndarray, " kept"],
+        rewards: Float64[np.ndarray, " rollouts"],
+        groups: Int64[np.ndarray, " rollouts"],
+        kept: Bool[np.ndarray, " rollouts"],
+    ) -> None:
+        advantages = np.full(len(rewards), np.nan, np.float32)
+        is_given = self._given is not None and self._given[0]
+        if self._form.advantages and len(rewards) and not is_given:
+            advantages = advantages_of(rewards, groups, deviation=self._form.deviation)
+        alike = 0
+        if len(groups) and groups.min() >= 0:
+            order = np.lexsort((rewards, groups))
+            firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+            lasts = np.append(firsts[1:], len(groups)) - 1
+            alike = int(np.count_nonzero(rewards[order][firsts] == rewards[order][lasts]))
+        np.save(folder / f"{part}.ends.npy", ends)
+        np.save(folder / f"{part}.rewards.npy", rewards[kept])
+        np.save(folder / f"{part}.of_group.npy", advantages[kept])
+        about = {
+            "groups": int(groups.max(initial=-1)) + 1,
+            "alike": alike,
+            "uncounted": int(np.count_nonzero(~kept)),
+        }
+        (folder / f"{part}{ABOUT_FILE}").write_text(json.dumps(about), encoding="utf-8")
+
+    def _rollouts(self, part: str) -> Iterator[tuple[Record, Rollout]]:
+        """The records of a part, checked."""
+        files = self._parts.get(part, self._parts["train"])
+        size = sum(path.stat().st_size for path in files.paths.values())
+        with shown_progress(f"reading {files.name}", size) as advance:
+            for record in read_records(files, advance, without=self._form.ignored):
+                if self._fraction and (part == "val") != (self._share(record) < self._fraction):
+                    continue
+                rollout = read_rollout(record, self._form.vocab_size, self._form.lists)
+                if self._form.advantages:
+                    self._check_advantages(rollout)
+                keep = (*self._form.lists, *(("advantages",) if self._form.advantages else ()))
+                yield record, _with_lists(rollout, keep)
+
+    def _share(self, record: Record) -> float:
+        """Rollouts of a group stay together."""
+        file, _, line = record.key.rpartition(":")
+        return share_of_key(f"{file}:{record.fields.get('group', line)}")
+
+    def _check_advantages(self, rollout: Rollout) -> None:
+        has = "advantages" in rollout.lists
+        if self._given is None:
+            self._given = has, rollout.place
+        if has != self._given[0]:
+            raise InputError(
+                "All rollouts must have advantages, or none; got "
+                f"{'some' if has else 'none'} in {rollout.place!r}, unlike {self._given[1]!r}. "
+                "Give them everywhere, or leave them to reward and group."
+            )
+        if not has and (rollout.reward is None or rollout.group is None):
+            raise InputError(
+                "A rollout must have advantages, or the reward and group that they follow from; "
+                f"got reward={rollout.reward}, group={rollout.group} in {rollout.place!r}. Add "
+                "them to the line."
+            )
+
+
+def _with_lists(rollout: Rollout, names: tuple[str, ...]) -> Rollout:
+    lists = {name: x for name, x in rollout.lists.items() if name in names}
+    return Rollout(**{**vars(rollout), "lists": lists})
+
+
+def _read(folder: Path, part: str) -> StoredRollouts:
+    def vector(name: str) -> Any:
+        path = folder / f"{part}.{name}.npy"
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError:  # An empty file cannot be mapped.
+            return np.load(path, allow_pickle=False)
+
+    lists = (*LISTS, "advantages")
+    return StoredRollouts(
+        tokens=vector("tokens"),
+        targets=vector("targets"),
+        weights=vector("weights"),
+        lists={x: vector(x) for x in lists if (folder / f"{part}.{x}.npy").exists()},
+        ends=vector("ends"),
+        rewards=vector("rewards"),
+        advantages=vector("of_group"),
+        about=json.loads((folder / f"{part}{ABOUT_FILE}").read_text(encoding="utf-8")),
+    )
