@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = {"startrail_jax", "trainer", "models", "configs", "train", "sample"}
+OURS = {"startrail_jax", "trainer", "models", "configs", "train", "sample", "score"}
 # Distributions whose module has another name.
 MODULES = {
     "docstring-parser": "docstring_parser",
@@ -64,7 +64,7 @@ def test_what_needs_another_package_is_an_extra(extra, file, module):
 def test_program_requires_what_it_imports_and_no_more():
     folders = ("trainer", "models", "configs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    files += [ROOT / name for name in ("train.py", "sample.py", "plan.py")]
+    files += [ROOT / name for name in ("train.py", "sample.py", "score.py", "plan.py")]
     # fsspec imports the packages of the stores by itself, and diffusers ftfy and accelerate.
     extras = ("train", "hf", "images", "stores", "video")
     wanted = required(*extras) - {"gcsfs", "s3fs", "ftfy", "accelerate", "startrail-jax"}

@@ -48,7 +48,7 @@ LAYERS = (
     {"trainer.gpt", "trainer.dit"},
     {"trainer.tasks"},
     {"configs", "trainer.pretrained"},
-    {"train", "sample"},
+    {"train", "sample", "score"},
     {"plan"},
     {"tests.faults"},
     {"benchmarks", "examples"},
@@ -67,7 +67,7 @@ def files():
     folders = ("startrail_jax", "models", "trainer", "configs", "benchmarks", "tests/faults")
     return [
         *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))),
-        *(ROOT / name for name in ("train.py", "sample.py", "plan.py")),
+        *(ROOT / name for name in ("train.py", "sample.py", "score.py", "plan.py")),
     ]
 
 

@@ -181,6 +181,7 @@ MESHES = {
     "ulysses": (st.Degrees(head=2, data=4), dict(zero=1)),
     "tensor": (st.Degrees(tensor=2, ring=3), dict(tile=5, zero=2)),
     "accumulated": (st.Degrees(data=2), dict(gradient_accumulation=4)),
+    "data": (st.Degrees(data=8), {}),
 }
 
 

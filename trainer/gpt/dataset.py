@@ -12,7 +12,7 @@ from startrail_jax.tokens.layout import Layout
 from trainer.data.mixture import Mixture, drawn, fractions_of
 from trainer.gpt.batches import Sequences, TextDataset, collate
 from trainer.gpt.chat.corpus import open_examples
-from trainer.gpt.chat.forms import has_examples
+from trainer.gpt.chat.forms import has_examples, has_rollouts
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.corpus import Corpus, joined, open_corpora
 from trainer.gpt.documents import (
@@ -22,7 +22,7 @@ from trainer.gpt.documents import (
     mixed_documents,
     text_documents,
 )
-from trainer.gpt.rollouts.dataset import has_rollouts, open_rollouts
+from trainer.gpt.rollouts.dataset import open_rollouts
 
 
 def open_dataset(config: GPTTrainConfig, layout: Layout) -> TextDataset:
@@ -30,7 +30,7 @@ def open_dataset(config: GPTTrainConfig, layout: Layout) -> TextDataset:
     # Beside the run, so that the next run finds the tokens too.
     data, cache = config.data, config.run_dir.parent / "tokens"
     vocab_size, seq_len = config.model.vocab_size, config.seq_len
-    if config.row_loss is not None or has_rollouts(data):
+    if has_rollouts(config):
         several = open_rollouts(config, layout, cache)
     elif has_examples(data):
         several = open_examples(data, layout, vocab_size=vocab_size, seq_len=seq_len, cache=cache)

@@ -148,6 +148,9 @@ class Program(AbstractStep):
             self._losses, compiler_options=options
         )
         """(`TrainState.model`, batch) -> what an evaluation adds up."""
+        self.numbers: Callable[[Any, Any], Array] = jax.jit(self._numbers, compiler_options=options)
+        """(`TrainState.model`, batch) -> `Objective.numbers` of every token, [B T n] in float32,
+        sharded as the tokens."""
 
     def _offload_options(self) -> dict[str, bool | int]:
         config, options = self.config, {}
@@ -254,6 +257,18 @@ class Program(AbstractStep):
             model = self._model.local(self.partition.gather_once(weights, self._model.splits))
             return self.objective.outputs(model, self.objective.hidden(model, batch))
 
+        out_specs = PartitionSpec(*self.batch_sharding.spec, None)
+        return self._on_each_device(local, weights, batch, out_specs)
+
+    def _numbers(self, weights: Any, batch: Any) -> Float32[Array, "B T n"]:
+        def local(weights: Any, batch: Any) -> Array:
+            gathered = self.partition.gather_once(weights, self._model.splits)
+            hidden = self.objective.hidden(self._model.local(gathered), batch)
+            name = self.objective.head
+            head = self._model.gather(name, gathered[name])
+            return self._numbers_in_tiles(self._model, head, hidden, batch)
+
+        batch = self._prepare(batch, training=False)
         out_specs = PartitionSpec(*self.batch_sharding.spec, None)
         return self._on_each_device(local, weights, batch, out_specs)
 
@@ -386,16 +401,8 @@ class Program(AbstractStep):
         self, sharded: ShardedModel, sums: RowSums, head: Any, hidden: Array, batch: Any
     ) -> tuple[Float32[Array, ""], dict[str, Array]]:
         """The weighted sums of losses that depend on other tokens of their rows, and of metrics."""
-        objective = self.objective
-        arrays, tree = jax.tree.flatten(batch)
-
-        def numbers(hidden: Array, *arrays: Array) -> Array:
-            model = sharded.with_part(objective.head, head)
-            return objective.numbers(model, hidden, jax.tree.unflatten(tree, arrays))
-
-        tile = self.config.tile or hidden.shape[0] * hidden.shape[1]
-        found = in_tiles(numbers, tile, self.config.model.dtype)(hidden, *arrays)
-        counted = batch.weights > 0
+        objective, counted = self.objective, batch.weights > 0
+        found = self._numbers_in_tiles(sharded, head, hidden, batch)
         losses, metrics = objective.loss(
             jnp.where(counted[..., None], found, 0),
             batch,
@@ -409,6 +416,17 @@ class Program(AbstractStep):
         return total, dict(
             zip(objective.names_of_means, map(lax.stop_gradient, means), strict=True)
         )
+
+    def _numbers_in_tiles(
+        self, sharded: ShardedModel, head: Any, hidden: Array, batch: Any
+    ) -> Float32[Array, "b t n"]:
+        arrays, tree = jax.tree.flatten(batch)
+
+        def numbers(hidden: Array, *arrays: Array) -> Array:
+            model = sharded.with_part(self.objective.head, head)
+            return self.objective.numbers(model, hidden, jax.tree.unflatten(tree, arrays))
+
+        return in_tiles(numbers, self.config.tile, self.config.model.dtype)(hidden, *arrays)
 
     def _total_weight(self, batch: Any) -> Float32[Array, ""]:
         """The sum of the weights of a batch's tokens over all devices."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document, Record, check_unicode, read_records
-from trainer.data.files import Files
+from trainer.data.files import Files, Kind
 from trainer.gpt.chat.forms import ALPACA, is_alpaca, of_alpaca, of_sharegpt
 from trainer.gpt.chat.template import (
     CONFIG_FILE,
@@ -69,26 +69,33 @@ def read_examples(
     `on_read` is told of every number of bytes of the files that are read, `messages` is the key of
     a conversation, and `loss` says what counts."""
     for record in read_records(files, on_read, without=ignored):
-        fields = {key: x for key, x in record.fields.items() if x is not None}
-        if files.kind == "table":
-            # Its columns give all objects the same keys.
-            fields = _without_nulls(fields)
-        record = replace(record, fields=fields)
-        if messages in fields:
-            _check_keys(record, [messages, *OTHERS])
-            renamed = {MESSAGES if key == messages else key: x for key, x in fields.items()}
-            example = _conversation(replace(record, fields=renamed), template, loss)
-        elif is_alpaca(fields):
-            _check_keys(record, ALPACA)
-            of_system = {key: x for key, x in fields.items() if key == "system"}
-            said = {MESSAGES: of_alpaca(fields, record.place)} | of_system
-            example = _conversation(replace(record, fields=said), template, loss)
-        else:
-            example = _completion(record, messages, loss)
-            _check_keys(record, COMPLETION)
-        if loss == "all":
-            example = replace(example, counted=((0, len(example.text)),))
-        yield example
+        yield example_of(record, files.kind, template, messages=messages, loss=loss)
+
+
+def example_of(
+    record: Record, kind: Kind, template: ChatTemplate | None, *, messages: str, loss: Loss
+) -> ChatExample:
+    """The example of a record of files of a kind. Other arguments as of `read_examples`."""
+    fields = {key: x for key, x in record.fields.items() if x is not None}
+    if kind == "table":
+        # Its columns give all objects the same keys.
+        fields = _without_nulls(fields)
+    record = replace(record, fields=fields)
+    if messages in fields:
+        _check_keys(record, [messages, *OTHERS])
+        renamed = {MESSAGES if key == messages else key: x for key, x in fields.items()}
+        example = _conversation(replace(record, fields=renamed), template, loss)
+    elif is_alpaca(fields):
+        _check_keys(record, ALPACA)
+        of_system = {key: x for key, x in fields.items() if key == "system"}
+        said = {MESSAGES: of_alpaca(fields, record.place)} | of_system
+        example = _conversation(replace(record, fields=said), template, loss)
+    else:
+        example = _completion(record, messages, loss)
+        _check_keys(record, COMPLETION)
+    if loss == "all":
+        example = replace(example, counted=((0, len(example.text)),))
+    return example
 
 
 def _check_keys(record: Record, known: Collection[str]) -> None:

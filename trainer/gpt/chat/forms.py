@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from startrail_jax.errors import InputError
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, GPTTrainConfig
 
 ALPACA = ("instruction", "input", "output", "system")
 """What a record of an instruction may hold; the first and the third are needed."""
@@ -47,17 +47,35 @@ def has_examples(config: DataConfig) -> bool:
     return of_paths[first]
 
 
+def has_rollouts(config: GPTTrainConfig) -> bool:
+    """Whether data are rollouts: for an objective that learns from these, or as the first record of
+    the first path has tokens, and no text."""
+    if config.row_loss is not None:
+        return True
+    data = config.data
+    if data.loss is not None or not data.path:
+        return False
+    fields = _first_record(data.path[0]) or {}
+    return "tokens" in fields and data.text_key not in fields
+
+
 def _are_examples(path: Path, config: DataConfig) -> bool:
+    fields = _first_record(path)
+    return fields is not None and config.text_key not in fields
+
+
+def _first_record(path: Path) -> dict[str, Any] | None:
+    """What the first record of a path holds; None of files that hold no records."""
     from trainer.data.documents import read_records  # Not above: `--help` must be fast.
     from trainer.data.files import RECORD_KINDS, find_files
 
     files = find_files(path, "data.path")
     if files.kind not in RECORD_KINDS:
-        return False
+        return None
     records: Any = read_records(files)
     with closing(records):
         first = next(records, None)
-    return first is not None and config.text_key not in first.fields
+    return None if first is None else first.fields
 
 
 def is_alpaca(fields: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.data.opening import read_object
-from trainer.gpt.chat.forms import has_examples
+from trainer.gpt.chat.forms import has_examples, has_rollouts
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.values import CONFIG
 from trainer.run.folder import KEPT_FOLDER
@@ -87,6 +87,8 @@ def with_tokenizer(config: GPTTrainConfig, *, by_user: bool = True) -> GPTTrainC
         return config
     if path.is_file():
         return replace(config, data=replace(data, tokenizer=path))
+    if has_rollouts(config):  # They have no text.
+        return config
     # An import reads no text, and a run that goes on keeps what it began with.
     if config.steps and not any((config.run_dir / CHECKPOINTS_FOLDER).glob("*")):
         require_bytes(config.init_from, config.model.vocab_size, "--data.tokenizer")

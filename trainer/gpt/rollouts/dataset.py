@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.data.documents import read_records
-from trainer.data.files import RECORD_KINDS, find_files
+from trainer.data.files import RECORD_KINDS
 from trainer.gpt.batches import (
     TextDataset,
     TokenBatch,
@@ -23,7 +21,7 @@ from trainer.gpt.batches import (
     rows_of,
 )
 from trainer.gpt.chat.packing import first_of_rows
-from trainer.gpt.config import DataConfig, GPTTrainConfig
+from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.corpus import (
     MOST_FOR_BYTES,
     Corpus,
@@ -33,22 +31,9 @@ from trainer.gpt.corpus import (
     find_inputs,
 )
 from trainer.gpt.documents import TokenDocuments
-from trainer.gpt.rollouts.records import LISTS, TOKENS
+from trainer.gpt.rollouts.records import LISTS
 from trainer.gpt.rollouts.store import Form, Stored, StoredRollouts, store_rollouts
 from trainer.gpt.tokenizer import text_tokenizer
-
-
-def has_rollouts(config: DataConfig) -> bool:
-    """Whether the first record of the first path is a rollout, and no text."""
-    if config.loss is not None or not config.path:
-        return False
-    files = find_files(config.path[0], "data.path")
-    if files.kind not in RECORD_KINDS:
-        return False
-    records: Any = read_records(files)
-    with closing(records):
-        first = next(records, None)
-    return first is not None and TOKENS in first.fields and config.text_key not in first.fields
 
 
 class PackedRollouts:

@@ -1,0 +1,1 @@
+"""Scores: what a model gives tokens that are there already."""

@@ -1,0 +1,148 @@
+"""The records of score.py: the tokens of each line, and the line with its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from startrail_jax.errors import InputError
+from trainer.data.documents import Document, Record, check_unicode, read_records
+from trainer.data.files import RECORD_KINDS, Files, find_files
+from trainer.gpt.batches import TokenExample
+from trainer.gpt.chat.examples import example_of
+from trainer.gpt.chat.template import ChatTemplate
+from trainer.gpt.config import DataConfig
+from trainer.gpt.corpus import MOST_FOR_BYTES
+from trainer.gpt.rollouts.records import NO_TARGET, TOKENS, read_rollout
+from trainer.gpt.scoring.options import ScoreOptions
+from trainer.gpt.tokenizer import text_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredRecord:
+    """A record whose tokens are scored."""
+
+    place: str
+    fields: dict[str, Any]
+    """What is written beside the scores."""
+    example: TokenExample
+    """Its tokens up to the last that has a target."""
+    length: int
+    """Number of its tokens, and of the entries of its lists."""
+
+
+def records_to_score(
+    path: Path, options: ScoreOptions, data: DataConfig, vocab_size: int
+) -> tuple[Files, Callable[[Callable[[int], None]], Iterator[ScoredRecord]]]:
+    """The files of DATA, and a function that reads their records in order; it takes one that is
+    told of every number of bytes read. `data` are the settings of the data of the model."""
+    files = find_files(path, "DATA")
+    if files.kind not in RECORD_KINDS:
+        raise InputError(
+            f"DATA must be JSONL or tables; got {files.kind} files in {files.name!r}. Give files "
+            "*.jsonl, *.parquet or *.arrow."
+        )
+    if options.tokenizer != data.tokenizer:  # The ids of another mean nothing in it.
+        data = replace(data, begin_of_document=None, end_of_document=None)
+    data = replace(data, tokenizer=options.tokenizer)
+    tokenizer: Any = None
+
+    def of_text(record: Record) -> ScoredRecord:
+        nonlocal tokenizer
+        if tokenizer is None:
+            if data.tokenizer is None and not 256 <= vocab_size <= MOST_FOR_BYTES:
+                raise InputError(
+                    "A record must have tokens, or text that a tokenizer turns into these; got "
+                    f"{', '.join(record.fields) or 'nothing'} in {record.place!r}, and no "
+                    "tokenizer beside the model. Give --tokenizer."
+                )
+            template = options.tokenizer and ChatTemplate.find(
+                options.tokenizer, options.chat_template
+            )
+            tokenizer = text_tokenizer(data, vocab_size=vocab_size), template or None
+        text, template = tokenizer
+        if isinstance(words := record.fields.get(options.text_key), str):
+            check_unicode(words, record.place)
+            example: Any = Document(key=record.key, place=record.place, text=words)
+        else:
+            example = example_of(
+                record, files.kind, template, messages=options.messages, loss=options.loss
+            )
+        if example.counted is None:
+            (tokens,) = text.encode([example])
+            counted: Any = np.ones(len(tokens))
+        else:
+            ((tokens, counted),) = text.encode_parts([example])
+        tokens = tokens.astype(np.int32)
+        weights = np.append(counted[1:], 0).astype(float)
+        fields = {TOKENS: tokens.tolist(), "weights": weights.tolist()}
+        targets = np.append(tokens[1:], np.int32(NO_TARGET))
+        return _scored(record, fields, tokens, targets, weights)
+
+    def of(record: Record) -> ScoredRecord:
+        if options.key in record.fields:
+            raise InputError(
+                f"A record must not have the key that is written; got {options.key} in "
+                f"{record.place!r}. Give another --key, or remove it."
+            )
+        ignored = {x: record.fields[x] for x in options.ignored_keys if x in record.fields}
+        fields = {key: x for key, x in record.fields.items() if key not in ignored}
+        plain = Record(key=record.key, place=record.place, fields=fields)
+        if TOKENS not in fields:
+            found = of_text(plain)
+            found.fields.update(ignored)
+            return found
+        rollout = read_rollout(plain, vocab_size)
+        return _scored(record, record.fields, rollout.tokens, rollout.targets, rollout.weights)
+
+    def read(on_read: Callable[[int], None]) -> Iterator[ScoredRecord]:
+        for part in filter(None, (files, files.validation)):
+            for record in read_records(part, on_read):
+                found = of(record)
+                if len(found.example.tokens) > options.seq_len:
+                    raise InputError(
+                        "A record must fit a row; got "
+                        f"{len(found.example.tokens):,} tokens in {record.place!r}, with seq_len="
+                        f"{options.seq_len:,}. Use a larger --seq-len."
+                    )
+                yield found
+
+    return files, read
+
+
+def _scored(
+    record: Record, fields: dict[str, Any], tokens: Any, targets: Any, weights: Any
+) -> ScoredRecord:
+    n = int(np.flatnonzero(targets != NO_TARGET)[-1]) + 1 if (targets != NO_TARGET).any() else 0
+    example = TokenExample(tokens[:n], targets[:n], np.asarray(weights[:n], np.float32))
+    return ScoredRecord(place=record.place, fields=fields, example=example, length=len(tokens))
+
+
+def with_scores(
+    record: ScoredRecord, scores: Float32[np.ndarray, "n numbers"], options: ScoreOptions
+) -> dict[str, Any]:
+    """The line of a record. Entries of a token without a target are 0, as are ids of a teacher."""
+    count, k = record.length, options.top_k or 0
+    padded = np.zeros((count, scores.shape[1]), np.float32)
+    padded[: len(scores)] = np.where(
+        (record.example.targets != NO_TARGET)[:, None], scores, np.float32(0)
+    )
+    found = {**record.fields, options.key: _digits(padded[:, 0])}
+    if options.entropy:
+        found["entropy"] = _digits(padded[:, 1])
+    if k:
+        found["teacher"] = {
+            "ids": padded[:, 2 : 2 + k].astype(int).tolist(),
+            "logprobs": [_digits(x) for x in padded[:, 2 + k :]],
+        }
+    return found
+
+
+def _digits(x: Float32[np.ndarray, " n"]) -> list[float]:
+    """Numbers with the digits that float32 has."""
+    return [float(f"{value:.8g}") for value in x.tolist()]
