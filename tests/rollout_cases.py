@@ -127,3 +127,75 @@ POLICIES = {
     "old": dict(old="old_logprobs", truncate=0.5, temperature=0.7),
 }
 """Settings of `policy` by name."""
+
+
+def make_pairs(count=7, references=True, seed=0):
+    """Records of pairs of texts, whose tokens are bytes."""
+    rng = np.random.default_rng(seed)
+    words = ["ring", "team", "a", "go", "star", "of", "to be"]
+    records = []
+    for number in range(count):
+        prompt, chosen, rejected = (
+            " ".join(rng.choice(words, size=rng.integers(1, 4))) for _ in range(3)
+        )
+        record = {"prompt": f"{prompt}: ", "chosen": chosen, "rejected": f"{rejected}{number}"}
+        if references:
+            for side, text in (("chosen", chosen), ("rejected", record["rejected"])):
+                record[f"ref_{side}_logps"] = -5.5 * len(text) + rng.normal()
+        records.append(record)
+    return records
+
+
+def bytes_of_pair(record):
+    """Tokens [n + 1] of both answers, and the number of their targets that count, at their end."""
+    return [
+        (np.frombuffer(f"{record['prompt']}{record[x]}\0".encode(), np.uint8), len(record[x]) + 1)
+        for x in ("chosen", "rejected")
+    ]
+
+
+def preference_loss(
+    records,
+    logits,
+    *,
+    loss="sigmoid",
+    beta=0.1,
+    normalised=False,
+    smoothing=0.0,
+    gamma=0.0,
+    sft_weight=0.0,
+):
+    """The mean loss of pairs, and their mean margin, from float64 logits [n, vocab] of both
+    answers."""
+    total, margins = 0.0, []
+    for record, both in zip(records, logits, strict=True):
+        rewards = []
+        for (tokens, counted), of_answer, side in zip(
+            bytes_of_pair(record), both, ("chosen", "rejected"), strict=True
+        ):
+            lp = log_softmax(of_answer)[np.arange(len(tokens) - 1), tokens[1:]][-counted:]
+            if side == "chosen":
+                total -= sft_weight * lp.mean()
+            above = lp.sum() - (0 if loss == "simpo" else record[f"ref_{side}_logps"])
+            rewards.append(above / counted if normalised or loss == "simpo" else above)
+        h = rewards[0] - rewards[1]
+        margins.append(beta * h)
+        total += {
+            "sigmoid": (1 - smoothing) * np.log1p(np.exp(-beta * h))
+            + smoothing * np.log1p(np.exp(beta * h)),
+            "ipo": (h - 1 / (2 * beta)) ** 2,
+            "hinge": max(0, 1 - beta * h),
+            "simpo": np.log1p(np.exp(gamma - beta * h)),
+        }[loss]
+    return total / len(records), np.mean(margins)
+
+
+PREFERENCES = {
+    "dpo": {},
+    "smooth": dict(smoothing=0.1, beta=0.3, sft_weight=0.2),
+    "normalised": dict(normalised=True, beta=2.0),
+    "ipo": dict(loss="ipo", normalised=True, beta=0.5),
+    "hinge": dict(loss="hinge"),
+    "simpo": dict(loss="simpo", beta=2.5, gamma=0.5),
+}
+"""Settings of `preference` by name."""

@@ -154,7 +154,7 @@ def test_gradient_of_logits_is_that_of_numpy(policy):
         def sums(x, ids):
             return jnp.broadcast_to(jnp.where(counted, x, 0).sum(1, keepdims=True), x.shape)
 
-        losses, _ = loss.loss(numbers, batch, sums)
+        losses, _ = loss.losses(numbers, batch, sums)
         return jnp.sum(jnp.where(counted, losses, 0) * batch.weights) / batch.weights.sum()
 
     gradient = np.asarray(jax.grad(mean)(of_rows(logits).astype(np.float32)), np.float64)

@@ -16,6 +16,7 @@ from startrail_jax.errors import InputError
 from trainer.config import LoraConfig, SampleConfig, TrainConfig
 from trainer.gpt.objectives.loss import RowLoss
 from trainer.gpt.objectives.policy import Policy
+from trainer.gpt.objectives.preference import Preference
 from trainer.places import check_folder, check_on_disk
 from trainer.task import SampleOptions
 
@@ -192,6 +193,8 @@ class GPTTrainConfig(TrainConfig):
     """Low-rank adapters."""
     policy: Policy = field(default_factory=Policy)
     """Policy gradients."""
+    preference: Preference = field(default_factory=Preference)
+    """Losses of pairs of answers."""
 
     init_from: Path | None = None
     """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
@@ -201,9 +204,10 @@ class GPTTrainConfig(TrainConfig):
     taken."""
     seq_len: int
     """Number of tokens in a sequence."""
-    objective: Literal["next_token", "policy"] = "next_token"
-    """What is learned (docs/posttraining.md): to predict the next token, or a "policy", from
-    rollouts with rewards. The settings of an objective begin with its name."""
+    objective: Literal["next_token", "policy", "preference"] = "next_token"
+    """What is learned (docs/posttraining.md): to predict the next token; a "policy", from rollouts
+    with rewards; or a "preference", from pairs of answers. The settings of an objective begin with
+    its name."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """Whether ZeRO 3 gathers the experts of a layer, or sends each token to the devices that have
     its experts. The default is what sends fewer bytes: to gather them, if sequences are long."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -189,20 +190,18 @@ def check_effects(
     config: DataConfig,
     inputs: Sequence[Input],
     *,
-    examples: bool = False,
-    rollouts: bool = False,
+    form: Literal["text", "examples", "rollouts", "pairs"] = "text",
 ) -> None:
-    """Raises if an option is set that has no effect on these data, which may be `examples` or
-    `rollouts`."""
+    """Raises if an option is set that has no effect on these data, whose records are of a form."""
     validation = inputs[0].validation
     files = [x.files for x in inputs] + [x.validation for x in inputs if x.validation is not None]
     kinds = {x.kind for x in files}
     idle = {
         "bin_dtype": "bin" not in kinds,
-        "text_key": kinds.isdisjoint(RECORD_KINDS) or examples or rollouts,
-        "chat_template": not examples or config.tokenizer is None,
-        "ignored_keys": not (examples or rollouts),
-        "messages": not examples,
+        "text_key": kinds.isdisjoint(RECORD_KINDS) or form != "text",
+        "chat_template": form not in ("examples", "pairs") or config.tokenizer is None,
+        "ignored_keys": form == "text",
+        "messages": form != "examples",
         # Of tokens, it only tells that the token which ends documents begins them too.
         "begin_of_document": config.begin_of_document != config.end_of_document
         if kinds <= set(TOKEN_KINDS)

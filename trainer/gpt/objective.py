@@ -122,7 +122,7 @@ class OfRollouts(NextToken):
     def loss(
         self, numbers: Float32[Array, "b t n"], batch: TokenBatch, sums: Callable[..., Array]
     ) -> tuple[Float32[Array, "b t"], dict[str, Float32[Array, "b t"]]]:
-        return self._loss.loss(numbers, batch, sums)
+        return self._loss.losses(numbers, batch, sums)
 
 
 def _balanced(weights: Any) -> Any:

@@ -96,7 +96,7 @@ def open_examples(
     """Opens each path of a config whose data are examples, in JSONL files or tables. Tokens that a
     tokenizer makes of text are kept in `config.cache`, or else in `cache`."""
     inputs = find_inputs(config)
-    check_effects(config, inputs, examples=True)
+    check_effects(config, inputs, form="examples")
     for found in (x for both in inputs for x in (both.files, both.validation)):
         if found is not None and found.kind not in RECORD_KINDS:
             raise InputError(

@@ -15,24 +15,28 @@ from typing import Any, ClassVar, Literal
 class RowLoss(ABC):
     """The loss of an objective; its fields are the settings with the prefix of its name.
 
-    `trainer.objective.Objective` describes `numbers` and `loss`. Here `numbers` gets the logits of
-    the tokens; `batch` is a `trainer.gpt.batches.TokenBatch` whose `numbers` are those of `reads`,
-    and whose `segment_ids` are the documents.
+    `trainer.objective.Objective` describes `numbers`, and `losses` as `loss`. Here `numbers` gets
+    the logits of the tokens; `batch` is a `trainer.gpt.batches.TokenBatch` whose `numbers` are
+    those of `reads`, and whose `segment_ids` are the documents.
     """
 
+    form: ClassVar[Literal["rollouts", "pairs"]] = "rollouts"
+    """What the records of the data are. Of pairs, the documents of a row are chosen and rejected
+    answers in turn, from a chosen one on."""
     holds_out: ClassVar[bool] = True
     """True if a fraction of the data is held out to evaluate with."""
 
     @property
     @abstractmethod
     def reads(self) -> tuple[str, ...]:
-        """The names of the numbers of tokens that it needs of the data: some of
-        `trainer.gpt.rollouts.records.NUMBERS`."""
+        """The names of the numbers of tokens that it needs of the data: lists of records, or
+        "advantages", "rewards" and "counts", the sum of the weights of a rollout."""
 
     @property
     @abstractmethod
-    def mean_over(self) -> Literal["tokens", "documents"]:
-        """What the loss of a batch is the mean of."""
+    def mean_over(self) -> Literal["tokens", "examples"]:
+        """What the loss of a batch is the mean of; examples are rollouts or pairs, and the mean
+        over one is that over its tokens."""
 
     @property
     @abstractmethod
@@ -44,7 +48,7 @@ class RowLoss(ABC):
         """Float32 [B T n] of logits, float32 [B T vocab]."""
 
     @abstractmethod
-    def loss(
+    def losses(
         self, numbers: Any, batch: Any, sums: Callable[[Any, Any], Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Losses, float32 [b t], and metrics."""

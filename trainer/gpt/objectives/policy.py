@@ -116,8 +116,8 @@ class Policy(RowLoss):
         )
 
     @property
-    def mean_over(self) -> Literal["tokens", "documents"]:
-        return "tokens" if self.mean == "batch" else "documents"
+    def mean_over(self) -> Literal["tokens", "examples"]:
+        return "tokens" if self.mean == "batch" else "examples"
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class Policy(RowLoss):
 
         return logprobs_and_entropy(logits / self.temperature, batch.targets)
 
-    def loss(
+    def losses(
         self, numbers: Any, batch: Any, sums: Callable[[Any, Any], Any]
     ) -> tuple[Any, dict[str, Any]]:
         import jax.numpy as jnp

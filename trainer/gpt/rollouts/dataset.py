@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.data.files import RECORD_KINDS
+from trainer.data.files import RECORD_KINDS, Files
 from trainer.gpt.batches import (
     TextDataset,
     TokenBatch,
@@ -21,16 +22,20 @@ from trainer.gpt.batches import (
     rows_of,
 )
 from trainer.gpt.chat.packing import first_of_rows
+from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import GPTTrainConfig
 from trainer.gpt.corpus import (
     MOST_FOR_BYTES,
     Corpus,
     Stream,
+    check_bytes,
     check_effects,
     described,
     find_inputs,
 )
 from trainer.gpt.documents import TokenDocuments
+from trainer.gpt.objectives.preference import REFERENCES
+from trainer.gpt.rollouts.pairs import PairReader
 from trainer.gpt.rollouts.records import LISTS
 from trainer.gpt.rollouts.store import Form, Stored, StoredRollouts, store_rollouts
 from trainer.gpt.tokenizer import text_tokenizer
@@ -57,19 +62,20 @@ class PackedRollouts:
 def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[TextDataset, ...]:
     """Opens each path of a config whose data are rollouts."""
     data, loss = config.data, config.row_loss
+    form_name = "rollouts" if loss is None else loss.form
     if not data.path:
         raise InputError(
-            f"objective={config.objective!r} trains on rollouts; got no data.path. Give the file "
-            "with them, *.jsonl (docs/posttraining.md)."
+            f"objective={config.objective!r} trains on {form_name}; got no data.path. Give the "
+            "file with them, *.jsonl (docs/posttraining.md)."
         )
     data.check_rollouts()
     inputs = find_inputs(data)
-    check_effects(data, inputs, rollouts=True)
+    check_effects(data, inputs, form=form_name)
     reads = () if loss is None else loss.reads
     form = Form(
         vocab_size=config.model.vocab_size,
         longest=config.seq_len,
-        lists=tuple(name for name in reads if name in LISTS),
+        lists=tuple(name for name in reads if name in (*LISTS, *REFERENCES)),
         advantages="advantages" in reads,
         deviation=loss is None or getattr(loss, "deviation", True),
         ignored=data.ignored_keys,
@@ -79,7 +85,8 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
         for files in filter(None, (found.files, found.validation)):
             if files.kind not in RECORD_KINDS:
                 raise InputError(
-                    f"Rollouts must be JSONL or tables; got {files.kind} files in {files.name!r}. "
+                    f"{form_name.capitalize()} must be JSONL or tables; got {files.kind} files in "
+                    f"{files.name!r}. "
                     "Give *.jsonl, *.parquet or *.arrow files (--data.path)."
                 )
         fraction, parts = data.validation_fraction, {"train": found.files}
@@ -87,10 +94,26 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
             fraction, parts = 0.0, parts | {"val": found.validation}
         elif loss is not None and not loss.holds_out:
             fraction = 0.0
-        stored = store_rollouts(parts, form, data.cache or cache, fraction)
+        read = None
+        if form_name == "pairs":
+            reader = _pair_reader(config, found.files, references=bool(reads))
+            form, read = replace(form, pairs=reader.digest), reader.read
+        stored = store_rollouts(parts, form, data.cache or cache, fraction, read)
         _check_lengths(stored.parts, found.files.name, fraction)
         opened.append(_opened(config, layout, found, stored))
     return tuple(opened)
+
+
+def _pair_reader(config: GPTTrainConfig, files: Files, *, references: bool) -> PairReader:
+    """Turns the pairs of files into tokens."""
+    data = config.data
+    check_bytes(data, config.model.vocab_size)
+    tokenizer, template = text_tokenizer(data, vocab_size=config.model.vocab_size), None
+    if data.tokenizer is not None:
+        template = ChatTemplate.find(data.tokenizer, data.chat_template)
+    return PairReader(
+        tokenizer=tokenizer, template=template, kind=files.kind, references=references
+    )
 
 
 def _check_lengths(stored: dict[str, StoredRollouts], name: str, fraction: float) -> None:
@@ -113,12 +136,12 @@ def _opened(
     """The rows of the rollouts of a path."""
     loss, vocab_size = config.row_loss, config.model.vocab_size
     names = None if loss is None else loss.reads
-    over_documents = loss is not None and loss.mean_over == "documents"
+    adds_to_one = loss is not None and loss.mean_over == "examples"
     parts, documents, rows = stored.parts, {}, {}
     for part, rollouts in parts.items():
         documents[part] = TokenDocuments(
             lengths=rollouts.lengths,
-            read=partial(rollouts.example, reads=names or (), over_documents=over_documents),
+            read=partial(rollouts.example, reads=names or (), adds_to_one=adds_to_one),
             numbers=names,
         )
         rows[part] = PackedRollouts(rollouts, documents[part], config.seq_len)

@@ -47,6 +47,8 @@ class Rollout:
     reward: float | None
     group: str | None
     """Rollouts with this name in one file are compared with each other."""
+    documents: Int32[np.ndarray, " n"] | None = None
+    """Number of the document of each token, from 0; None for a single one."""
 
 
 def read_rollout(record: Record, vocab_size: int, needed: Collection[str] = ()) -> Rollout:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from trainer.data.files import Files
 from trainer.data.progress_bar import shown_progress
 from trainer.gpt.batches import TokenExample
 from trainer.gpt.encoding import VectorWriter, share_of_key
+from trainer.gpt.objectives.preference import REFERENCES
 from trainer.gpt.rollouts.records import LISTS, Rollout, advantages_of, read_rollout
 
 # Changes when the same rollouts give other files than before.
@@ -51,6 +52,8 @@ class Form:
     """As `advantages_of` takes it."""
     ignored: tuple[str, ...] = ()
     """Keys without a meaning."""
+    pairs: str | None = None
+    """For pairs, a hash of what turns them into tokens; None for rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +66,8 @@ class StoredRollouts:
     weights: Float32[np.ndarray, " tokens"]
     lists: Mapping[str, Float32[np.ndarray, " tokens"]]
     """`Form.lists`, and `advantages` if the records have them."""
+    documents: Int32[np.ndarray, " tokens"] | None
+    """As in `Rollout`."""
     ends: Int64[np.ndarray, " rollouts"]
     """Where each rollout ends in the vectors of tokens."""
     rewards: Float64[np.ndarray, " rollouts"]
@@ -80,9 +85,8 @@ class StoredRollouts:
         """Number of tokens of each."""
         return np.diff(self.ends, prepend=0)
 
-    def example(self, number: int, reads: tuple[str, ...], *, over_documents: bool) -> TokenExample:
-        """A rollout with the numbers that an objective reads. With `over_documents`, its weights
-        add up to 1."""
+    def example(self, number: int, reads: tuple[str, ...], *, adds_to_one: bool) -> TokenExample:
+        """A rollout with the numbers that an objective reads. Its weights may add up to 1."""
         end = int(self.ends[number])
         here = slice(end - int(self.lengths[number]), end)
         weights = np.asarray(self.weights[here])
@@ -100,15 +104,16 @@ class StoredRollouts:
         return TokenExample(
             np.asarray(self.tokens[here]),
             np.asarray(self.targets[here]),
-            (weights / total).astype(np.float32) if over_documents else weights,
-            numbers=numbers or None,
+            (weights / total).astype(np.float32) if adds_to_one else weights,
+            None if self.documents is None else np.asarray(self.documents[here]),
+            numbers or None,
         )
 
     @property
     def description(self) -> str:
         """A part of the line of the log."""
         about = self.about
-        text = f"{len(self):,} rollouts"
+        text = f"{len(self):,} {'rollouts' if self.documents is None else 'pairs'}"
         if about["groups"]:
             text += f" in {about['groups']:,} groups"
             if about["alike"]:
@@ -131,10 +136,14 @@ class Stored(NamedTuple):
 
 
 def store_rollouts(
-    parts: Mapping[str, Files], form: Form, cache: Path | None, fraction: float
+    parts: Mapping[str, Files],
+    form: Form,
+    cache: Path | None,
+    fraction: float,
+    pairs: Callable[[Iterable[Record]], Iterator[tuple[Record, Rollout]]] | None = None,
 ) -> Stored:
     """Reads the files of `train`, and those of `val`; without these, a `fraction` of the groups of
-    `train` is held out, or nothing if this is 0.
+    `train` is held out, or nothing if this is 0. `pairs` reads records of pairs.
 
     Raises:
         InputError: if a record is wrong; the message names the line.
@@ -144,7 +153,7 @@ def store_rollouts(
     names = ("train", "val") if fraction or "val" in parts else ("train",)
 
     def write(folder: Path) -> None:
-        writer = _Writer(parts, form, fraction)
+        writer = _Writer(parts, form, fraction, pairs)
         for name in names:
             writer.write(name, folder)
 
@@ -169,8 +178,9 @@ class _Group:
 class _Writer:
     """Writes the vectors of a part as its records are read."""
 
-    def __init__(self, parts: Mapping[str, Files], form: Form, fraction: float) -> None:
+    def __init__(self, parts: Mapping[str, Files], form: Form, fraction: float, pairs: Any) -> None:
         self._parts, self._form, self._fraction = parts, form, fraction
+        self._read = self._read_rollouts if pairs is None else pairs
         # Whether records have advantages, and the record that says so.
         self._given: tuple[bool, str] | None = None
 
@@ -201,7 +211,10 @@ class _Writer:
                         f"{length:,} tokens up to the last that counts in {rollout.place!r}, with "
                         f"seq_len={longest:,}. Use a larger --seq-len, or remove the line."
                     )
-                arrays = {name: getattr(rollout, name) for name in OF_TOKENS} | rollout.lists
+                arrays = {name: getattr(rollout, name) for name in OF_TOKENS}
+                arrays |= {x: rollout.lists[x] for x in self._kept if x in rollout.lists}
+                if rollout.documents is not None:
+                    arrays["documents"] = rollout.documents
                 for name, x in arrays.items():
                     if name not in writers:  # All rollouts have the same lists.
                         writers[name] = writer(name, x.dtype)
@@ -239,19 +252,28 @@ class _Writer:
         }
         (folder / f"{part}{ABOUT_FILE}").write_text(json.dumps(about), encoding="utf-8")
 
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        """The lists that are written, if rollouts have them."""
+        return (*self._form.lists, *(("advantages",) if self._form.advantages else ()))
+
     def _rollouts(self, part: str) -> Iterator[tuple[Record, Rollout]]:
         """The records of a part, checked."""
         files = self._parts.get(part, self._parts["train"])
         size = sum(path.stat().st_size for path in files.paths.values())
         with shown_progress(f"reading {files.name}", size) as advance:
-            for record in read_records(files, advance, without=self._form.ignored):
-                if self._fraction and (part == "val") != (self._share(record) < self._fraction):
-                    continue
-                rollout = read_rollout(record, self._form.vocab_size, self._form.lists)
-                if self._form.advantages:
-                    self._check_advantages(rollout)
-                keep = (*self._form.lists, *(("advantages",) if self._form.advantages else ()))
-                yield record, _with_lists(rollout, keep)
+            records = read_records(files, advance, without=self._form.ignored)
+            if self._fraction:
+                held, most = part == "val", self._fraction
+                records = (x for x in records if (self._share(x) < most) == held)
+            yield from self._read(records)
+
+    def _read_rollouts(self, records: Iterable[Record]) -> Iterator[tuple[Record, Rollout]]:
+        for record in records:
+            rollout = read_rollout(record, self._form.vocab_size, self._form.lists)
+            if self._form.advantages:
+                self._check_advantages(rollout)
+            yield record, rollout
 
     def _share(self, record: Record) -> float:
         """Rollouts of a group stay together."""
@@ -276,11 +298,6 @@ class _Writer:
             )
 
 
-def _with_lists(rollout: Rollout, names: tuple[str, ...]) -> Rollout:
-    lists = {name: x for name, x in rollout.lists.items() if name in names}
-    return Rollout(**{**vars(rollout), "lists": lists})
-
-
 def _read(folder: Path, part: str) -> StoredRollouts:
     def vector(name: str) -> Any:
         path = folder / f"{part}.{name}.npy"
@@ -289,12 +306,15 @@ def _read(folder: Path, part: str) -> StoredRollouts:
         except ValueError:  # An empty file cannot be mapped.
             return np.load(path, allow_pickle=False)
 
-    lists = (*LISTS, "advantages")
+    def vectors(names: Iterable[str]) -> dict[str, Any]:
+        return {x: vector(x) for x in names if (folder / f"{part}.{x}.npy").exists()}
+
     return StoredRollouts(
         tokens=vector("tokens"),
         targets=vector("targets"),
         weights=vector("weights"),
-        lists={x: vector(x) for x in lists if (folder / f"{part}.{x}.npy").exists()},
+        lists=vectors((*LISTS, *REFERENCES, "advantages")),
+        documents=vectors(("documents",)).get("documents"),
         ends=vector("ends"),
         rewards=vector("rewards"),
         advantages=vector("of_group"),

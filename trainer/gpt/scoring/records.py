@@ -18,6 +18,8 @@ from trainer.gpt.chat.examples import example_of
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig
 from trainer.gpt.corpus import MOST_FOR_BYTES
+from trainer.gpt.objectives.preference import REFERENCES
+from trainer.gpt.rollouts.pairs import PairReader
 from trainer.gpt.rollouts.records import NO_TARGET, TOKENS, read_rollout
 from trainer.gpt.scoring.options import ScoreOptions
 from trainer.gpt.tokenizer import text_tokenizer
@@ -34,6 +36,8 @@ class ScoredRecord:
     """Its tokens up to the last that has a target."""
     length: int
     """Number of its tokens, and of the entries of its lists."""
+    is_pair: bool = False
+    """Whether it has two answers, whose sums of log-probabilities are written."""
 
 
 def records_to_score(
@@ -52,7 +56,7 @@ def records_to_score(
     data = replace(data, tokenizer=options.tokenizer)
     tokenizer: Any = None
 
-    def of_text(record: Record) -> ScoredRecord:
+    def text_tools(record: Record) -> Any:
         nonlocal tokenizer
         if tokenizer is None:
             if data.tokenizer is None and not 256 <= vocab_size <= MOST_FOR_BYTES:
@@ -65,7 +69,25 @@ def records_to_score(
                 options.tokenizer, options.chat_template
             )
             tokenizer = text_tokenizer(data, vocab_size=vocab_size), template or None
-        text, template = tokenizer
+        return tokenizer
+
+    def of_pair(record: Record) -> ScoredRecord:
+        if options.entropy or options.top_k or options.key != "ref_logprobs":
+            raise InputError(
+                f"Of pairs, {' and '.join(REFERENCES)} are written; got entropy={options.entropy}, "
+                f"top_k={options.top_k}, key={options.key!r}. Leave these out."
+            )
+        text, template = text_tools(record)
+        reader = PairReader(tokenizer=text, template=template, kind=files.kind, references=False)
+        ((_, pair),) = reader.read([record])
+        example = TokenExample(pair.tokens, pair.targets, pair.weights, pair.documents)
+        fields = {**record.fields}
+        return ScoredRecord(
+            place=record.place, fields=fields, example=example, length=0, is_pair=True
+        )
+
+    def of_text(record: Record) -> ScoredRecord:
+        text, template = text_tools(record)
         if isinstance(words := record.fields.get(options.text_key), str):
             check_unicode(words, record.place)
             example: Any = Document(key=record.key, place=record.place, text=words)
@@ -85,16 +107,16 @@ def records_to_score(
         return _scored(record, fields, tokens, targets, weights)
 
     def of(record: Record) -> ScoredRecord:
-        if options.key in record.fields:
+        if written := [x for x in (options.key, *REFERENCES) if x in record.fields]:
             raise InputError(
-                f"A record must not have the key that is written; got {options.key} in "
+                f"A record must not have the key that is written; got {written[0]} in "
                 f"{record.place!r}. Give another --key, or remove it."
             )
         ignored = {x: record.fields[x] for x in options.ignored_keys if x in record.fields}
         fields = {key: x for key, x in record.fields.items() if key not in ignored}
         plain = Record(key=record.key, place=record.place, fields=fields)
         if TOKENS not in fields:
-            found = of_text(plain)
+            found = of_pair(plain) if "chosen" in fields else of_text(plain)
             found.fields.update(ignored)
             return found
         rollout = read_rollout(plain, vocab_size)
@@ -127,6 +149,10 @@ def with_scores(
     record: ScoredRecord, scores: Float32[np.ndarray, "n numbers"], options: ScoreOptions
 ) -> dict[str, Any]:
     """The line of a record. Entries of a token without a target are 0, as are ids of a teacher."""
+    if record.is_pair:
+        counted, documents = record.example.weights > 0, record.example.documents
+        sums = (scores[counted & (documents == side), 0].sum(dtype=np.float64) for side in (0, 1))
+        return {**record.fields, **dict(zip(REFERENCES, map(float, sums), strict=True))}
     count, k = record.length, options.top_k or 0
     padded = np.zeros((count, scores.shape[1]), np.float32)
     padded[: len(scores)] = np.where(

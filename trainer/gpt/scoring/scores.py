@@ -28,7 +28,7 @@ from trainer.gpt.batches import TokenBatch, in_layout_order, rows_of
 from trainer.gpt.config import DataConfig, GPTTrainConfig, TextSampleConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.objectives.logprobs import logprobs_and_entropy
-from trainer.gpt.objectives.policy import Policy
+from trainer.gpt.objectives.loss import RowLoss
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.scoring.options import ScoreOptions
 from trainer.gpt.scoring.records import ScoredRecord, records_to_score, with_scores
@@ -67,7 +67,7 @@ def config_to_score(config: GPTTrainConfig, options: ScoreOptions, data: int) ->
         config,
         model=model,
         objective="next_token",
-        policy=Policy(),
+        **{x: type(loss)() for x, loss in vars(config).items() if isinstance(loss, RowLoss)},
         seq_len=options.seq_len,
         batch_size=options.batch_size or data,
         zero=options.zero,
