@@ -106,7 +106,10 @@ MISTAKES = {
     "no group": (lambda x: x.pop("group"), "got reward=1.0, group=None in {place}"),
     "some advantages": (lambda x: x.update(advantages=1), "got some in {place}, unlike"),
     "unknown key": (lambda x: x.update(logprob=[]), "got logprob in {place}. Leave"),
-    "negative weight": (lambda x: x.update(weights=[0, -1, 1, 0]), "got -1.0 in {place}"),
+    "negative weight": (
+        lambda x: x.update(weights=[0, -1, 1, 0]),
+        "got [0.0, -1.0, 1.0, 0.0] in {place}",
+    ),
     "reward": (lambda x: x.update(reward="good"), "finite number; got 'good' in {place}"),
     "group": (lambda x: x.update(group=[1]), "group must be a text or an integer; got [1] in"),
     "targets": (lambda x: x.update(targets=[1, 2, 3]), "got 3 in targets and 4 tokens in {place}"),
@@ -142,6 +145,21 @@ def test_data_that_do_not_fit_the_run_are_refused(tmp_path):
         GPTTask().open_data(config, NATURAL)
     with refused(InputError, "trains on rollouts; got no data.path"):
         GPTTask().open_data(dataclasses.replace(config, data=DataConfig()), NATURAL)
+
+
+def test_groups_are_held_out_whole_if_a_fraction_is_asked_for(tmp_path):
+    records = make_rollouts(40)
+    group_of = {np.float32(x["reward"]): x["group"] for x in records}
+    data = opened(tmp_path, records, 32, data={"validation_fraction": 0.3})
+
+    def groups(source):
+        examples = (x for number in range(len(source)) for x in source[number])
+        return {group_of[x.numbers["rewards"][0]] for x in examples}
+
+    held, rest = groups(data.held_out), groups(data.train)
+    assert held
+    assert held | rest == {0, 1, 2, 3}
+    assert not held & rest
 
 
 def test_settings_of_another_objective_are_refused():

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,10 +22,11 @@ from trainer.gpt.batches import (
 )
 from trainer.gpt.chat.packing import first_of_rows
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.config import DataConfig, GPTTrainConfig
 from trainer.gpt.corpus import (
     MOST_FOR_BYTES,
     Corpus,
+    Input,
     Stream,
     check_bytes,
     check_effects,
@@ -86,13 +86,12 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
             if files.kind not in RECORD_KINDS:
                 raise InputError(
                     f"{form_name.capitalize()} must be JSONL or tables; got {files.kind} files in "
-                    f"{files.name!r}. "
-                    "Give *.jsonl, *.parquet or *.arrow files (--data.path)."
+                    f"{files.name!r}. Give *.jsonl, *.parquet or *.arrow files (--data.path)."
                 )
         fraction, parts = data.validation_fraction, {"train": found.files}
         if found.validation is not None:
             fraction, parts = 0.0, parts | {"val": found.validation}
-        elif loss is not None and not loss.holds_out:
+        elif loss is not None and not loss.holds_out and fraction == DataConfig.validation_fraction:
             fraction = 0.0
         read = None
         if form_name == "pairs":
@@ -127,12 +126,7 @@ def _check_lengths(stored: dict[str, StoredRollouts], name: str, fraction: float
         )
 
 
-def _opened(
-    config: GPTTrainConfig,
-    layout: Layout,
-    found: Any,
-    stored: Stored,
-) -> TextDataset:
+def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored) -> TextDataset:
     """The rows of the rollouts of a path."""
     loss, vocab_size = config.row_loss, config.model.vocab_size
     names = None if loss is None else loss.reads

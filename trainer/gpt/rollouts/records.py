@@ -7,7 +7,7 @@ list belongs to the target of token i: `targets[i]`, or without that key the tok
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,13 @@ from trainer.printable import shortened
 TOKENS = "tokens"
 LISTS = ("logprobs", "old_logprobs", "ref_logprobs")
 """Keys of lists that have a number for each token."""
-KEYS = (TOKENS, "targets", "weights", "advantages", "reward", "group", *LISTS)
+OTHERS = ("entropy", "teacher")
+"""What score.py writes beside, and no objective of rollouts reads."""
+IDS = (TOKENS, "targets")
+KEYS = (*IDS, "weights", "advantages", "reward", "group", *LISTS, *OTHERS)
 """What a record may hold."""
+MOST_LOGPROB = 1e-3
+"""Engines round a probability of 1 to a little more."""
 NO_TARGET = -1
 SHIFT = (
     "Entry i of a list belongs to the target of token i, which is the token after it: shift lists "
@@ -75,12 +80,9 @@ def read_rollout(record: Record, vocab_size: int, needed: Collection[str] = ()) 
     targets = ids.get("targets")
     if targets is None:
         targets = np.append(tokens[1:], np.int32(NO_TARGET))
-    weights = (
-        np.ones(len(tokens))
-        if (x := fields.get("weights")) is None
-        else _numbers(x, record, "weights")
-    )
-    lists = {}
+    weights, lists = np.ones(len(tokens)), {}
+    if "weights" in fields:
+        weights = _numbers(fields["weights"], record, "weights")
     for name in (*LISTS, "advantages"):
         if name in fields:
             x = fields[name]
@@ -96,9 +98,6 @@ def read_rollout(record: Record, vocab_size: int, needed: Collection[str] = ()) 
     if "weights" not in fields:
         weights[targets == NO_TARGET] = 0
     return _checked(record, tokens, targets, weights, lists)
-
-
-IDS = (TOKENS, "targets")
 
 
 def _way_to(name: str) -> str:
@@ -118,8 +117,8 @@ def _checked(
     fields, counted = record.fields, weights > 0
     if not (np.isfinite(weights) & (weights >= 0)).all():
         raise InputError(
-            f"weights must be at least 0 and finite; got {_first(weights, ~(weights >= 0))} in "
-            f"{record.place!r}. Mend or remove the line."
+            f"weights must be at least 0 and finite; got {weights.tolist()} in {record.place!r}. "
+            "Mend or remove the line."
         )
     if (counted & (targets == NO_TARGET)).any():
         place = int((counted & (targets == NO_TARGET)).argmax())
@@ -160,14 +159,6 @@ def _checked(
         reward=None if reward is None else float(reward),
         group=None if group is None else str(group),
     )
-
-
-MOST_LOGPROB = 1e-3
-"""Engines round a probability of 1 to a little more."""
-
-
-def _first(x: np.ndarray, wrong: np.ndarray) -> Any:
-    return x[int(wrong.argmax())]
 
 
 def _is_number(value: Any) -> bool:
@@ -225,8 +216,3 @@ def advantages_of(
         variance = np.bincount(groups, apart**2) / np.maximum(count - 1, 1)
         apart /= np.sqrt(variance)[groups] + 1e-4
     return apart.astype(np.float32)
-
-
-def known_lists(reads: Collection[str]) -> Iterator[str]:
-    """Those of the numbers that an objective reads that a record must have as a list."""
-    return (name for name in reads if name in LISTS)
