@@ -199,3 +199,44 @@ PREFERENCES = {
     "simpo": dict(loss="simpo", beta=2.5, gamma=0.5),
 }
 """Settings of `preference` by name."""
+
+
+def with_teacher(records, k=6, seed=3):
+    """The records with k tokens of a teacher in each place, in any order."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for record in records:
+        n = len(record["tokens"])
+        ids = np.stack([rng.permutation(VOCAB)[:k] for _ in range(n)])
+        logprobs = log_softmax(rng.normal(size=(n, k + 1)))[:, :k]
+        teacher = {"ids": ids.tolist(), "logprobs": logprobs.tolist()}
+        found.append(record | {"teacher": teacher})
+    return found
+
+
+def distill_loss(records, logits, *, kl="forward", top_k=6, temperature=1.0, nll_weight=0.0):
+    """The mean loss of the tokens that count, from float64 logits [n, vocab] of each record."""
+    total, normaliser = 0.0, 0.0
+    for record, of_record in zip(records, logits, strict=True):
+        targets, weights = targets_of(record), np.array(record["weights"])
+        for t in np.flatnonzero(weights):
+            order = np.argsort(-np.array(record["teacher"]["logprobs"][t]), kind="stable")[:top_k]
+            ids = np.array(record["teacher"]["ids"][t])[order]
+            log_p = np.array(record["teacher"]["logprobs"][t])[order]
+            every = log_softmax(of_record[t] / temperature)
+            others = np.delete(every, ids)
+            log_q = np.append(every[ids], np.log(np.exp(others).sum()))
+            log_p = np.append(log_p, np.log(1 - np.exp(log_p).sum()))
+            first, second = (log_p, log_q) if kl == "forward" else (log_q, log_p)
+            loss = np.sum(np.exp(first) * (first - second))
+            loss -= nll_weight * log_softmax(of_record[t])[targets[t]]
+            total, normaliser = total + weights[t] * loss, normaliser + weights[t]
+    return total / normaliser
+
+
+DISTILLATIONS = {
+    "forward": {},
+    "reverse": dict(kl="reverse"),
+    "few": dict(top_k=3, temperature=0.7, nll_weight=0.3),
+}
+"""Settings of `distill` by name; top_k is 6 by default."""

@@ -138,7 +138,7 @@ def test_gradient_of_logits_is_that_of_numpy(policy):
     loss, logits = Policy(**POLICIES[policy]), logits_of_rollouts()
     data = GPTTask().open_data(config_of(policy), Layout("contiguous", 1))
     rows = [[x] for number in range(len(data.train)) for x in data.train[number]]
-    batch = jax.tree.map(jnp.asarray, rows_of(rows, SEQ_LEN, loss.reads))
+    batch = jax.tree.map(jnp.asarray, rows_of(rows, SEQ_LEN, loss.arrays))
     kept = [number for number, record in enumerate(RECORDS) if any(record["weights"])]
 
     def of_rows(several):
@@ -250,7 +250,7 @@ def test_a_border_may_be_anywhere(border):
     rows = [[x for x in (part(border, 0), part(12 - border, border)) if len(x.tokens)]]
 
     def batch(program):
-        made = rows_of(rows, 12, loss.reads)
+        made = rows_of(rows, 12, loss.arrays)
         return place(in_layout_order(made, program.attention.layout), program.batch_sharding)
 
     check_alike(gradients_of(program, batch(program)), gradients_of(reference, batch(reference)))

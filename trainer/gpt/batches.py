@@ -8,13 +8,13 @@ documents are masked, a batch finds their ends in its own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Integer
+from jaxtyping import Array, Float32, Int32, Integer, Num
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
@@ -43,7 +43,7 @@ class TokenBatch(NamedTuple):
     weights: Float32[np.ndarray | Array, "B T"]
     """1 if the target belongs to the same document as the token, or ends it; else 0. Rollouts have
     weights of their own."""
-    numbers: dict[str, Float32[np.ndarray | Array, "B T"]] | None = None
+    numbers: dict[str, Num[np.ndarray | Array, "B T *dims"]] | None = None
     """What the objective reads of the targets beside, by name, such as log-probabilities."""
 
 
@@ -55,7 +55,7 @@ class TokenExample(NamedTuple):
     weights: Float32[np.ndarray, " n"]
     documents: Int32[np.ndarray, " n"] | None = None
     """Number of the document of each token, from 0 and without gaps; None for a single one."""
-    numbers: dict[str, Float32[np.ndarray, " n"]] | None = None
+    numbers: dict[str, Num[np.ndarray, "n *dims"]] | None = None
     """As in `TokenBatch`."""
 
     @classmethod
@@ -66,11 +66,15 @@ class TokenExample(NamedTuple):
         return cls(tokens[:-1], tokens[1:], weights.astype(np.float32))
 
 
+NumbersOf = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Names of numbers of tokens -> their type, and the dimensions that they have for each token."""
+
+
 def rows_of(
-    rows: Sequence[Sequence[TokenExample]], length: int, names: Sequence[str] | None = None
+    rows: Sequence[Sequence[TokenExample]], length: int, numbers: NumbersOf | None = None
 ) -> TokenBatch:
-    """Rows of `length` tokens, with padding after their examples, in natural order. `names` are
-    those of the numbers that all examples have; None for none."""
+    """Rows of `length` tokens, with padding after their examples, in natural order. All examples
+    have these `numbers`; None for none."""
     shape = len(rows), length
     batch = TokenBatch(
         tokens=np.zeros(shape, np.int32),
@@ -78,7 +82,8 @@ def rows_of(
         positions=np.zeros(shape, np.int32),
         segment_ids=np.full(shape, PADDING, np.int32),
         weights=np.zeros(shape, np.float32),
-        numbers=None if names is None else {name: np.zeros(shape, np.float32) for name in names},
+        numbers=numbers
+        and {name: np.zeros((*shape, *dims), kind) for name, (kind, dims) in numbers.items()},
     )
     segment_ids: Any = batch.segment_ids
     for row, examples in enumerate(rows):
@@ -198,7 +203,10 @@ def in_layout_order(batch: TokenBatch, layout: Layout) -> TokenBatch:
     missing = ((0, 0), (0, layout.padded_length(length) - length))
 
     def placed(x: Any, fill: int = 0) -> Any:
-        return None if x is None else layout.permute(np.pad(x, missing, constant_values=fill))
+        if x is None:
+            return None
+        margins = (*missing, *((0, 0) for _ in x.shape[2:]))
+        return layout.permute(np.pad(x, margins, constant_values=fill))
 
     return TokenBatch(
         tokens=placed(batch.tokens),

@@ -14,6 +14,7 @@ from models.parts.gpt import gpt_weights
 from models.weights import projections
 from startrail_jax.errors import InputError
 from trainer.config import LoraConfig, SampleConfig, TrainConfig
+from trainer.gpt.objectives.distill import Distill
 from trainer.gpt.objectives.loss import RowLoss
 from trainer.gpt.objectives.policy import Policy
 from trainer.gpt.objectives.preference import Preference
@@ -195,6 +196,8 @@ class GPTTrainConfig(TrainConfig):
     """Policy gradients."""
     preference: Preference = field(default_factory=Preference)
     """Losses of pairs of answers."""
+    distill: Distill = field(default_factory=Distill)
+    """Divergence from a teacher."""
 
     init_from: Path | None = None
     """A folder with a pretrained model in the format of Hugging Face: config.json, *.safetensors
@@ -204,10 +207,10 @@ class GPTTrainConfig(TrainConfig):
     taken."""
     seq_len: int
     """Number of tokens in a sequence."""
-    objective: Literal["next_token", "policy", "preference"] = "next_token"
+    objective: Literal["next_token", "policy", "preference", "distill"] = "next_token"
     """What is learned (docs/posttraining.md): to predict the next token; a "policy", from rollouts
-    with rewards; or a "preference", from pairs of answers. The settings of an objective begin with
-    its name."""
+    with rewards; a "preference", from pairs of answers; or to "distill" a teacher, from its
+    log-probabilities. The settings of an objective begin with its name."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """Whether ZeRO 3 gathers the experts of a layer, or sends each token to the devices that have
     its experts. The default is what sends fewer bytes: to gather them, if sequences are long."""

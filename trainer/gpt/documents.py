@@ -16,7 +16,7 @@ from jaxtyping import Int64, Integer
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data.mixture import locate, mixed_epochs
-from trainer.gpt.batches import TokenBatch, TokenExample, rows_of
+from trainer.gpt.batches import NumbersOf, TokenBatch, TokenExample, rows_of
 from trainer.gpt.corpus import Stream
 
 # Number of tokens in which ends of documents are looked for at a time.
@@ -31,8 +31,8 @@ class TokenDocuments:
     """Number of tokens of each that the model reads."""
     read: Callable[[int], TokenExample]
     """Returns a document by its number."""
-    numbers: tuple[str, ...] | None = None
-    """Names of the numbers that documents have beside their tokens; None for none."""
+    numbers: NumbersOf | None = None
+    """The numbers that documents have beside their tokens; None for none."""
     mixed: Callable[[int], Callable[[int], Int64[np.ndarray, " drawn"]]] | None = None
     """(seed) -> `Documents.epochs`, if they are of several sources."""
 

@@ -112,7 +112,12 @@ class OfRollouts(NextToken):
 
     def batch_shapes(self, layout: Layout) -> TokenBatch:
         batch: Any = super().batch_shapes(layout)
-        return batch._replace(numbers=dict.fromkeys(self._loss.reads, batch.weights))
+        shape = batch.weights.shape
+        numbers: Any = {
+            name: jax.ShapeDtypeStruct((*shape, *dims), kind)
+            for name, (kind, dims) in self._loss.arrays.items()
+        }
+        return batch._replace(numbers=numbers)
 
     def numbers(
         self, model: GPT, hidden: Float[Array, "B T width"], batch: TokenBatch

@@ -36,3 +36,18 @@ def _backward(residuals: Any, dout: Array) -> tuple[Array, None]:
 
 
 logprobs_and_entropy.defvjp(_forward, _backward)
+
+
+def logprobs_of(
+    logits: Float32[Array, "B T vocab"], ids: Int32[Array, "B T k"]
+) -> tuple[Float32[Array, "B T k"], Float32[Array, "B T"]]:
+    """The log-probabilities of some tokens in each place, all different, and of all others
+    together: at least -80, if they are none."""
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    own = jnp.take_along_axis(logits, ids, -1)
+    # Not 1 minus the others: where these are nearly 1, rounding would be all that is left.
+    others = jnp.put_along_axis(logits, ids, -jnp.inf, -1, inplace=False)
+    highest = jax.lax.stop_gradient(jnp.max(others, axis=-1, keepdims=True))
+    highest = jnp.where(jnp.isfinite(highest), highest, 0)
+    rest = highest[..., 0] - lse + jnp.log(jnp.sum(jnp.exp(others - highest), -1) + 1e-35)
+    return own - lse[..., None], jnp.maximum(rest, -80.0)

@@ -33,6 +33,11 @@ class RowLoss(ABC):
         "advantages", "rewards" and "counts", the sum of the weights of a rollout."""
 
     @property
+    def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The type of each of these numbers, and the dimensions that it has for each token."""
+        return {name: ("float32", ()) for name in self.reads}
+
+    @property
     @abstractmethod
     def mean_over(self) -> Literal["tokens", "examples"]:
         """What the loss of a batch is the mean of; examples are rollouts or pairs, and the mean

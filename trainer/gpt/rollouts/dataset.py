@@ -13,6 +13,7 @@ from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data.files import RECORD_KINDS, Files
 from trainer.gpt.batches import (
+    NumbersOf,
     TextDataset,
     TokenBatch,
     TokenExample,
@@ -78,6 +79,7 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
         lists=tuple(name for name in reads if name in (*LISTS, *REFERENCES)),
         advantages="advantages" in reads,
         deviation=loss is None or getattr(loss, "deviation", True),
+        teacher=getattr(loss, "top_k", None),
         ignored=data.ignored_keys,
     )
     opened = []
@@ -129,14 +131,14 @@ def _check_lengths(stored: dict[str, StoredRollouts], name: str, fraction: float
 def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored) -> TextDataset:
     """The rows of the rollouts of a path."""
     loss, vocab_size = config.row_loss, config.model.vocab_size
-    names = None if loss is None else loss.reads
+    arrays = None if loss is None else loss.arrays
     adds_to_one = loss is not None and loss.mean_over == "examples"
     parts, documents, rows = stored.parts, {}, {}
     for part, rollouts in parts.items():
         documents[part] = TokenDocuments(
             lengths=rollouts.lengths,
-            read=partial(rollouts.example, reads=names or (), adds_to_one=adds_to_one),
-            numbers=names,
+            read=partial(rollouts.example, reads=tuple(arrays or ()), adds_to_one=adds_to_one),
+            numbers=arrays,
         )
         rows[part] = PackedRollouts(rollouts, documents[part], config.seq_len)
     tokenizer = None
@@ -169,7 +171,7 @@ def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored
         train=rows["train"],
         held_out=rows.get("val", []),
         documents=documents["train"] if config.whole_documents else None,
-        collate=partial(collate_rollouts, layout=layout, length=config.seq_len, names=names),
+        collate=partial(collate_rollouts, layout=layout, length=config.seq_len, arrays=arrays),
     )
 
 
@@ -179,7 +181,7 @@ def collate_rollouts(
     *,
     layout: Layout,
     length: int,
-    names: tuple[str, ...] | None,
+    arrays: NumbersOf | None,
 ) -> TokenBatch:
     """A batch in layout order."""
-    return counting(in_layout_order(rows_of(rows, length, names), layout), numbers)
+    return counting(in_layout_order(rows_of(rows, length, arrays), layout), numbers)

@@ -12,20 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Bool, Float32, Int32, Num
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Record
+from trainer.gpt.objectives.distill import TEACHER
 from trainer.printable import shortened
 
 TOKENS = "tokens"
 LISTS = ("logprobs", "old_logprobs", "ref_logprobs")
 """Keys of lists that have a number for each token."""
 OTHERS = ("entropy", "teacher")
-"""What score.py writes beside, and no objective of rollouts reads."""
+"""What score.py writes beside."""
 IDS = (TOKENS, "targets")
 KEYS = (*IDS, "weights", "advantages", "reward", "group", *LISTS, *OTHERS)
 """What a record may hold."""
+LEAST_REST = 1e-9
+"""What the tokens beside a teacher's likeliest have at least: rounded numbers may add up to 1."""
 MOST_LOGPROB = 1e-3
 """Engines round a probability of 1 to a little more."""
 NO_TARGET = -1
@@ -46,9 +49,9 @@ class Rollout:
     """The token after each; `NO_TARGET` for none."""
     weights: Float32[np.ndarray, " n"]
     """How much each target counts; 0 without a target."""
-    lists: dict[str, Float32[np.ndarray, " n"]]
-    """The `LISTS` that were asked for, and `advantages` if the record has them; 0 for targets that
-    do not count."""
+    lists: dict[str, Num[np.ndarray, "n *dims"]]
+    """The `LISTS` and `advantages` of the record, 0 for targets that do not count; and `TEACHER`,
+    if it was asked for: ids, from the likeliest on, and log-probabilities."""
     reward: float | None
     group: str | None
     """Rollouts with this name in one file are compared with each other."""
@@ -56,8 +59,15 @@ class Rollout:
     """Number of the document of each token, from 0; None for a single one."""
 
 
-def read_rollout(record: Record, vocab_size: int, needed: Collection[str] = ()) -> Rollout:
-    """The rollout of a record, which must have the keys of `needed`.
+def read_rollout(
+    record: Record,
+    vocab_size: int,
+    needed: Collection[str] = (),
+    *,
+    teacher: int | None = None,
+) -> Rollout:
+    """The rollout of a record, which must have the keys of `needed`, and a teacher with at least so
+    many tokens in each place that counts.
 
     Raises:
         InputError: if it holds something else; the message names the line.
@@ -69,7 +79,7 @@ def read_rollout(record: Record, vocab_size: int, needed: Collection[str] = ()) 
             f"{record.place!r}. Leave out what says nothing to the objective: --data.ignored-keys "
             f"{' '.join(unknown)}"
         )
-    for name in (TOKENS, *needed):
+    for name in (TOKENS, *needed, *(() if teacher is None else ("teacher",))):
         if name not in fields:
             raise InputError(
                 f"A rollout must have what its objective needs; got no {name} in "
@@ -97,7 +107,10 @@ def read_rollout(record: Record, vocab_size: int, needed: Collection[str] = ()) 
             )
     if "weights" not in fields:
         weights[targets == NO_TARGET] = 0
-    return _checked(record, tokens, targets, weights, lists)
+    found = _checked(record, tokens, targets, weights, lists)
+    if teacher is not None:
+        found.lists.update(_teacher(record, found.weights > 0, vocab_size, teacher))
+    return found
 
 
 def _way_to(name: str) -> str:
@@ -159,6 +172,47 @@ def _checked(
         reward=None if reward is None else float(reward),
         group=None if group is None else str(group),
     )
+
+
+def _teacher(
+    record: Record, counted: Bool[np.ndarray, " n"], vocab_size: int, k: int
+) -> dict[str, Num[np.ndarray, "n *dims"]]:
+    """The k likeliest tokens of a teacher in each place."""
+    given: Any = record.fields["teacher"]
+    n = len(counted)
+    ids, logprobs = np.zeros((n, k), np.int32), np.full((n, k), math.log(1 / k), np.float64)
+    parts = [given.get(name) for name in ("ids", "logprobs")] if isinstance(given, dict) else []
+    if not parts or not all(isinstance(x, list) and len(x) == n for x in parts):
+        raise InputError(
+            "teacher must be an object with ids and logprobs, lists with an entry for each of "
+            f"tokens; got {shortened(given)} for {n} tokens in {record.place!r}. score.py --top-k "
+            "writes it."
+        )
+    for place in np.flatnonzero(counted).tolist():
+        of_ids, of_logprobs = (x[place] for x in parts)
+        is_list = isinstance(of_ids, list) and isinstance(of_logprobs, list)
+        if not is_list or not len(of_ids) == len(of_logprobs) >= k:
+            raise InputError(
+                f"teacher must have at least distill.top_k tokens in each place that counts; got "
+                f"{shortened(of_ids)} with {shortened(of_logprobs)} for token {place} in "
+                f"{record.place!r}, with top_k={k}. Use a smaller --distill.top-k, or score.py "
+                "with a larger --top-k."
+            )
+        values = np.array(of_logprobs, np.float64)
+        order = np.argsort(-values, kind="stable")[:k]
+        chosen = [of_ids[i] for i in order.tolist()]
+        are_ids = all(type(x) is int and 0 <= x < vocab_size for x in chosen)
+        if not are_ids or len(set(chosen)) < k or not np.isfinite(values).all():
+            raise InputError(
+                "teacher must have token ids of the model, each once, and finite "
+                f"log-probabilities; got {shortened(of_ids)} with {shortened(of_logprobs)} for "
+                f"token {place} in {record.place!r}. Use a teacher with the same tokenizer."
+            )
+        ids[place], logprobs[place] = chosen, values[order]
+    rest = np.log(np.maximum(1 - np.exp(logprobs).sum(-1), LEAST_REST))
+    kinds = np.int32, np.float32, np.float32
+    arrays = ids, logprobs, rest
+    return {name: x.astype(t) for name, x, t in zip(TEACHER, arrays, kinds, strict=True)}
 
 
 def _is_number(value: Any) -> bool:

@@ -6,8 +6,10 @@ model is causal, so they change nothing. The reward of such a rollout counts in 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int32, Int64
+from jaxtyping import Bool, Float32, Float64, Int32, Int64, Num
 
 from startrail_jax.errors import InputError
 from trainer.data.cache import filled_folder
@@ -24,6 +26,7 @@ from trainer.data.files import Files
 from trainer.data.progress_bar import shown_progress
 from trainer.gpt.batches import TokenExample
 from trainer.gpt.encoding import VectorWriter, share_of_key
+from trainer.gpt.objectives.distill import TEACHER
 from trainer.gpt.objectives.preference import REFERENCES
 from trainer.gpt.rollouts.records import LISTS, Rollout, advantages_of, read_rollout
 
@@ -50,6 +53,9 @@ class Form:
     """Whether every rollout must have advantages, or reward and group."""
     deviation: bool = True
     """As `advantages_of` takes it."""
+    teacher: int | None = None
+    """Number of tokens of a teacher that are kept in each place, which every rollout must have;
+    None for none."""
     ignored: tuple[str, ...] = ()
     """Keys without a meaning."""
     pairs: str | None = None
@@ -64,8 +70,8 @@ class StoredRollouts:
     """Those of all rollouts, one after another, as all vectors of tokens."""
     targets: Int32[np.ndarray, " tokens"]
     weights: Float32[np.ndarray, " tokens"]
-    lists: Mapping[str, Float32[np.ndarray, " tokens"]]
-    """`Form.lists`, and `advantages` if the records have them."""
+    lists: Mapping[str, Num[np.ndarray, "tokens *dims"]]
+    """`Form.lists`; `advantages` if the records have them; what is kept of a teacher."""
     documents: Int32[np.ndarray, " tokens"] | None
     """As in `Rollout`."""
     ends: Int64[np.ndarray, " rollouts"]
@@ -218,7 +224,7 @@ class _Writer:
                 for name, x in arrays.items():
                     if name not in writers:  # All rollouts have the same lists.
                         writers[name] = writer(name, x.dtype)
-                    writers[name].add(x[:length])
+                    writers[name].add(x[:length].ravel())
                 ends.append(writers["tokens"].length)
         found = np.array(rewards), np.array(groups, np.int64)
         self._write_rollouts(part, folder, np.array(ends, np.int64), *found, np.array(kept, bool))
@@ -255,7 +261,8 @@ class _Writer:
     @property
     def _kept(self) -> tuple[str, ...]:
         """The lists that are written, if rollouts have them."""
-        return (*self._form.lists, *(("advantages",) if self._form.advantages else ()))
+        advantages = ("advantages",) if self._form.advantages else ()
+        return (*self._form.lists, *advantages, *(() if self._form.teacher is None else TEACHER))
 
     def _rollouts(self, part: str) -> Iterator[tuple[Record, Rollout]]:
         """The records of a part, checked."""
@@ -264,16 +271,28 @@ class _Writer:
         with shown_progress(f"reading {files.name}", size) as advance:
             records = read_records(files, advance, without=self._form.ignored)
             if self._fraction:
-                held, most = part == "val", self._fraction
-                records = (x for x in records if (self._share(x) < most) == held)
+                held, most = part == "val", self._largest_share
+                records = (x for x in records if (self._share(x) <= most) == held)
             yield from self._read(records)
 
     def _read_rollouts(self, records: Iterable[Record]) -> Iterator[tuple[Record, Rollout]]:
         for record in records:
-            rollout = read_rollout(record, self._form.vocab_size, self._form.lists)
+            form = self._form
+            rollout = read_rollout(record, form.vocab_size, form.lists, teacher=form.teacher)
             if self._form.advantages:
                 self._check_advantages(rollout)
             yield record, rollout
+
+    @functools.cached_property
+    def _largest_share(self) -> float:
+        """The largest share of a group that is held out. Where the fraction gives all groups to one
+        part, one group is held out."""
+        shares, largest = set[float](), math.nextafter(self._fraction, 0)
+        for record in read_records(self._parts["train"], without=self._form.ignored):
+            shares.add(self._share(record))
+            if min(shares) <= largest < max(shares):  # Of many, the first few are enough.
+                return largest
+        return min(shares) if len(shares) > 1 else largest
 
     def _share(self, record: Record) -> float:
         """Rollouts of a group stay together."""
@@ -309,11 +328,15 @@ def _read(folder: Path, part: str) -> StoredRollouts:
     def vectors(names: Iterable[str]) -> dict[str, Any]:
         return {x: vector(x) for x in names if (folder / f"{part}.{x}.npy").exists()}
 
+    lists, tokens = vectors((*LISTS, *REFERENCES, "advantages", *TEACHER)), vector("tokens")
     return StoredRollouts(
-        tokens=vector("tokens"),
+        tokens=tokens,
         targets=vector("targets"),
         weights=vector("weights"),
-        lists=vectors((*LISTS, *REFERENCES, "advantages")),
+        lists={
+            name: x.reshape(len(tokens), -1) if name in TEACHER[:2] else x
+            for name, x in lists.items()
+        },
         documents=vectors(("documents",)).get("documents"),
         ends=vector("ends"),
         rewards=vector("rewards"),
