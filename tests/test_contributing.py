@@ -84,7 +84,7 @@ def test_top_level_holds_only_what_is_meant():
             "tests",
             "trainer",
         ),
-        *("plan.py", "pyproject.toml", "sample.py", "train.py"),
+        *("plan.py", "pyproject.toml", "sample.py", "score.py", "train.py"),
     }
 
 

@@ -300,8 +300,13 @@ def check_run(settings, devices):
     """Raises what the first step of a run would raise on so many devices, and for its data."""
     if settings.kind == "gpt" and settings.init_from is None:
         data = settings.data
+        has_text = settings.row_loss is None or settings.row_loss.form == "pairs"
         is_plan = settings.plan == "show"  # It reads no data.
-        if not is_plan and not any(path.name.startswith("tokens") for path in data.path):
+        if (
+            has_text
+            and not is_plan
+            and not any(path.name.startswith("tokens") for path in data.path)
+        ):
             check_bytes(data, settings.model.vocab_size)
     objective = TASKS[settings.kind].make_objective(settings)
     check_first_step(settings, new_degrees(settings, objective, devices))

@@ -82,8 +82,9 @@ def rows_of(
         positions=np.zeros(shape, np.int32),
         segment_ids=np.full(shape, PADDING, np.int32),
         weights=np.zeros(shape, np.float32),
-        numbers=numbers
-        and {name: np.zeros((*shape, *dims), kind) for name, (kind, dims) in numbers.items()},
+        numbers=None
+        if numbers is None
+        else {name: np.zeros((*shape, *dims), kind) for name, (kind, dims) in numbers.items()},
     )
     segment_ids: Any = batch.segment_ids
     for row, examples in enumerate(rows):

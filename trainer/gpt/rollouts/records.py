@@ -181,7 +181,9 @@ def _teacher(
     given: Any = record.fields["teacher"]
     n = len(counted)
     ids, logprobs = np.zeros((n, k), np.int32), np.full((n, k), math.log(1 / k), np.float64)
-    parts = [given.get(name) for name in ("ids", "logprobs")] if isinstance(given, dict) else []
+    parts: list[Any] = []
+    if isinstance(given, dict):
+        parts = [given.get(name) for name in ("ids", "logprobs")]
     if not parts or not all(isinstance(x, list) and len(x) == n for x in parts):
         raise InputError(
             "teacher must be an object with ids and logprobs, lists with an entry for each of "
