@@ -48,22 +48,18 @@ def _map_forward(function: Any, dtype: Any, weights: Any, tiles: Any) -> tuple[A
 
 def _map_backward(function: Any, dtype: Any, residuals: Any, dout: Array) -> tuple[Any, Any]:
     weights, tiles = residuals
-    real = [jnp.issubdtype(x.dtype, jnp.inexact) for x in tiles]
 
     def step(weights: Any, of_tile: Array, *xs: Array) -> tuple[Any, Any]:
-        def again(weights: Any, given: Any) -> Array:
-            reals = iter(given)
+        def of_reals(weights: Any, reals: Any) -> Array:
             return function(
-                *(next(reals) if r else x for r, x in zip(real, xs, strict=True)), *weights
+                *(x if r is None else r for x, r in zip(xs, reals, strict=True)), *weights
             )
 
-        given = tuple(x for r, x in zip(real, xs, strict=True) if r)
-        again = jax.checkpoint(again, prevent_cse=False)
-        return jax.vjp(again, weights, given)[1](of_tile)
+        reals = tuple(x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in xs)
+        again = jax.checkpoint(of_reals, prevent_cse=False)
+        return jax.vjp(again, weights, reals)[1](of_tile)
 
-    dweights, found = _added_up(step, weights, (dout, *tiles), dtype, reverse=True)
-    reals = iter(found)
-    return dweights, tuple(next(reals) if r else None for r in real)
+    return _added_up(step, weights, (dout, *tiles), dtype, reverse=True)
 
 
 _map_tiles.defvjp(_map_forward, _map_backward)
