@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -258,6 +259,17 @@ def share_of_key(key: str) -> float:
     whose hash is divisible by 20, and a smaller share some of those."""
     quotient, remainder = divmod(zlib.crc32(key.encode(errors="surrogateescape")), 20)
     return (remainder + quotient * 20 / 2**32) / 20
+
+
+def largest_share(shares: Iterable[float], fraction: float) -> float:
+    """The largest of these, which `share_of_key` gives, that is held out. Where the fraction gives
+    all to one part, that is the smallest of them."""
+    largest, least, most = math.nextafter(fraction, 0), math.inf, -math.inf
+    for share in shares:
+        least, most = min(least, share), max(most, share)
+        if least <= largest < most:  # Of many, the first few are enough to know it.
+            return largest
+    return least if least < most else largest
 
 
 def _slices(

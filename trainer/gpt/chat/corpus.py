@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -44,6 +43,7 @@ from trainer.gpt.encoding import (
     VectorWriter,
     check_lengths,
     chunks,
+    largest_share,
     share_of_key,
 )
 from trainer.gpt.tokenizer import FileTokenizer, beginning_of
@@ -247,31 +247,19 @@ def _assign(
 ) -> Iterator[tuple[str, ChatExample]]:
     """Every example, and its part."""
     train, held_out = PARTS
-    most = -1.0 if text.validation is not None else _largest_share(text, template)
-    options = {"on_read": on_read, **_forms(text.config)}
+    config = text.config
+    options: dict[str, Any] = {"ignored": config.ignored_keys, "messages": config.messages}
+    options |= {"loss": config.loss}
+    most = -1.0
+    if text.validation is None:
+        examples = read_examples(text.files, template, **options)
+        most = largest_share((share_of_key(x.key) for x in examples), config.validation_fraction)
+    options |= {"on_read": on_read}
     for example in read_examples(text.files, template, **options):
         yield held_out if share_of_key(example.key) <= most else train, example
     if text.validation is not None:
         for example in read_examples(text.validation, template, **options):
             yield held_out, example
-
-
-def _forms(config: DataConfig) -> dict[str, Any]:
-    """What `read_examples` must know of the form of records."""
-    return {"ignored": config.ignored_keys, "messages": config.messages, "loss": config.loss}
-
-
-def _largest_share(text: Text, template: ChatTemplate | None) -> float:
-    """The largest `share_of_key` of the examples that are held out. Where `held_out` gives all
-    examples to one part, one example is held out."""
-    shares, found = [], set()
-    largest = math.nextafter(text.config.validation_fraction, 0)
-    for example in read_examples(text.files, template, **_forms(text.config)):
-        shares.append(share_of_key(example.key))
-        found.add(shares[-1] <= largest)
-        if len(found) == 2:  # Of many examples, the first few are enough to know it.
-            return largest
-    return min(shares) if len(shares) > 1 else largest
 
 
 def _check_beginning(

@@ -6,18 +6,16 @@ model is causal, so they change nothing. The reward of such a rollout counts in 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int32, Int64, Num
+from jaxtyping import Float32, Float64, Int32, Int64, Num
 
 from startrail_jax.errors import InputError
 from trainer.data.cache import filled_folder
@@ -25,7 +23,7 @@ from trainer.data.documents import Record, digest_files, read_records
 from trainer.data.files import Files
 from trainer.data.progress_bar import shown_progress
 from trainer.gpt.batches import TokenExample
-from trainer.gpt.encoding import VectorWriter, share_of_key
+from trainer.gpt.encoding import VectorWriter, largest_share, share_of_key
 from trainer.gpt.objectives.distill import TEACHER
 from trainer.gpt.objectives.preference import REFERENCES
 from trainer.gpt.rollouts.records import LISTS, Rollout, advantages_of, read_rollout
@@ -93,8 +91,7 @@ class StoredRollouts:
 
     def example(self, number: int, reads: tuple[str, ...], *, adds_to_one: bool) -> TokenExample:
         """A rollout with the numbers that an objective reads. Its weights may add up to 1."""
-        end = int(self.ends[number])
-        here = slice(end - int(self.lengths[number]), end)
+        here = slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
         weights = np.asarray(self.weights[here])
         total, shape = weights.sum(dtype=np.float64), weights.shape
         numbers = {}
@@ -159,9 +156,13 @@ def store_rollouts(
     names = ("train", "val") if fraction or "val" in parts else ("train",)
 
     def write(folder: Path) -> None:
-        writer = _Writer(parts, form, fraction, pairs)
-        for name in names:
-            writer.write(name, folder)
+        with ExitStack() as stack:
+            writers = {name: _Writer(folder, name, form, stack) for name in names}
+            reader = _Reader(parts, form, fraction, pairs)
+            for part, record, rollout in reader.rollouts():
+                writers[part].add(record, rollout)
+        for writer in writers.values():
+            writer.finish(has_advantages=reader.has_advantages)
 
     with filled_folder(cache, f"rollouts-{key.hexdigest()[:32]}", write) as (folder, sums):
         stored = {name: _read(folder, name) for name in names}
@@ -173,140 +174,47 @@ def store_rollouts(
     )
 
 
-@dataclass
-class _Group:
-    """What is known of a group while rollouts are read."""
-
-    number: int
-    rewards: list[float] = field(default_factory=list)
-
-
-class _Writer:
-    """Writes the vectors of a part as its records are read."""
+class _Reader:
+    """Reads the records of all parts, checked."""
 
     def __init__(self, parts: Mapping[str, Files], form: Form, fraction: float, pairs: Any) -> None:
         self._parts, self._form, self._fraction = parts, form, fraction
         self._read = self._read_rollouts if pairs is None else pairs
-        # Whether records have advantages, and the record that says so.
-        self._given: tuple[bool, str] | None = None
+        self.has_advantages = False
+        """Whether the records read so far have advantages."""
+        # The place of the record that says so.
+        self._first: str | None = None
 
-    def write(self, part: str, folder: Path) -> None:
-        """Reads the rollouts of a part, and writes its files."""
-        longest, kept = self._form.longest, list[bool]()
-        ends, rewards, groups = list[int](), list[float](), list[int]()
-        numbers = dict[str, int]()
-        with ExitStack() as stack:
-
-            def writer(name: str, dtype: Any) -> VectorWriter:
-                return stack.enter_context(VectorWriter(folder / f"{part}.{name}.npy", dtype))
-
-            writers = {name: writer(name, dtype) for name, dtype in OF_TOKENS.items()}
-            for record, rollout in self._rollouts(part):
-                rewards.append(np.nan if rollout.reward is None else rollout.reward)
-                name = f"{record.key.rpartition(':')[0]}:{rollout.group}"
-                is_known = rollout.group is not None
-                groups.append(numbers.setdefault(name, len(numbers)) if is_known else -1)
-                counted = np.flatnonzero(rollout.weights)
-                kept.append(len(counted) > 0)
-                if not kept[-1]:
-                    continue
-                length = int(counted[-1]) + 1
-                if length > longest:
-                    raise InputError(
-                        "A rollout must fit a row; got "
-                        f"{length:,} tokens up to the last that counts in {rollout.place!r}, with "
-                        f"seq_len={longest:,}. Use a larger --seq-len, or remove the line."
-                    )
-                arrays = {name: getattr(rollout, name) for name in OF_TOKENS}
-                arrays |= {x: rollout.lists[x] for x in self._kept if x in rollout.lists}
-                if rollout.documents is not None:
-                    arrays["documents"] = rollout.documents
-                for name, x in arrays.items():
-                    if name not in writers:  # All rollouts have the same lists.
-                        writers[name] = writer(name, x.dtype)
-                    writers[name].add(x[:length].ravel())
-                ends.append(writers["tokens"].length)
-        found = np.array(rewards), np.array(groups, np.int64)
-        self._write_rollouts(part, folder, np.array(ends, np.int64), *found, np.array(kept, bool))
-
-    def _write_rollouts(
-        self,
-        part: str,
-        folder: Path,
-        ends: Int64[np.ndarray, " kept"],
-        rewards: Float64[np.ndarray, " rollouts"],
-        groups: Int64[np.ndarray, " rollouts"],
-        kept: Bool[np.ndarray, " rollouts"],
-    ) -> None:
-        advantages = np.full(len(rewards), np.nan, np.float32)
-        is_given = self._given is not None and self._given[0]
-        if self._form.advantages and len(rewards) and not is_given:
-            advantages = advantages_of(rewards, groups, deviation=self._form.deviation)
-        alike = 0
-        if len(groups) and groups.min() >= 0:
-            order = np.lexsort((rewards, groups))
-            firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
-            lasts = np.append(firsts[1:], len(groups)) - 1
-            alike = int(np.count_nonzero(rewards[order][firsts] == rewards[order][lasts]))
-        np.save(folder / f"{part}.ends.npy", ends)
-        np.save(folder / f"{part}.rewards.npy", rewards[kept])
-        np.save(folder / f"{part}.of_group.npy", advantages[kept])
-        about = {
-            "groups": int(groups.max(initial=-1)) + 1,
-            "alike": alike,
-            "uncounted": int(np.count_nonzero(~kept)),
-        }
-        (folder / f"{part}{ABOUT_FILE}").write_text(json.dumps(about), encoding="utf-8")
-
-    @property
-    def _kept(self) -> tuple[str, ...]:
-        """The lists that are written, if rollouts have them."""
-        advantages = ("advantages",) if self._form.advantages else ()
-        return (*self._form.lists, *advantages, *(() if self._form.teacher is None else TEACHER))
-
-    def _rollouts(self, part: str) -> Iterator[tuple[Record, Rollout]]:
-        """The records of a part, checked."""
-        files = self._parts.get(part, self._parts["train"])
-        size = sum(path.stat().st_size for path in files.paths.values())
-        with shown_progress(f"reading {files.name}", size) as advance:
-            records = read_records(files, advance, without=self._form.ignored)
-            if self._fraction:
-                held, most = part == "val", self._largest_share
-                records = (x for x in records if (self._share(x) <= most) == held)
-            yield from self._read(records)
+    def rollouts(self) -> Iterator[tuple[str, Record, Rollout]]:
+        """Each with its part."""
+        most = None
+        if self._fraction:
+            records = read_records(self._parts["train"], without=self._form.ignored)
+            most = largest_share(map(_share, records), self._fraction)
+        for part, files in self._parts.items():
+            size = sum(path.stat().st_size for path in files.paths.values())
+            with shown_progress(f"reading {files.name}", size) as advance:
+                records = read_records(files, advance, without=self._form.ignored)
+                for record, rollout in self._read(records):
+                    is_held = most is not None and _share(record) <= most
+                    yield "val" if is_held else part, record, rollout
 
     def _read_rollouts(self, records: Iterable[Record]) -> Iterator[tuple[Record, Rollout]]:
         for record in records:
             form = self._form
             rollout = read_rollout(record, form.vocab_size, form.lists, teacher=form.teacher)
-            if self._form.advantages:
+            if form.advantages:
                 self._check_advantages(rollout)
             yield record, rollout
 
-    @functools.cached_property
-    def _largest_share(self) -> float:
-        """The largest share of a group that is held out. Where the fraction gives all groups to one
-        part, one group is held out."""
-        shares, largest = set[float](), math.nextafter(self._fraction, 0)
-        for record in read_records(self._parts["train"], without=self._form.ignored):
-            shares.add(self._share(record))
-            if min(shares) <= largest < max(shares):  # Of many, the first few are enough.
-                return largest
-        return min(shares) if len(shares) > 1 else largest
-
-    def _share(self, record: Record) -> float:
-        """Rollouts of a group stay together."""
-        file, _, line = record.key.rpartition(":")
-        return share_of_key(f"{file}:{record.fields.get('group', line)}")
-
     def _check_advantages(self, rollout: Rollout) -> None:
         has = "advantages" in rollout.lists
-        if self._given is None:
-            self._given = has, rollout.place
-        if has != self._given[0]:
+        if self._first is None:
+            self.has_advantages, self._first = has, rollout.place
+        if has != self.has_advantages:
             raise InputError(
                 "All rollouts must have advantages, or none; got "
-                f"{'some' if has else 'none'} in {rollout.place!r}, unlike {self._given[1]!r}. "
+                f"{'some' if has else 'none'} in {rollout.place!r}, unlike {self._first!r}. "
                 "Give them everywhere, or leave them to reward and group."
             )
         if not has and (rollout.reward is None or rollout.group is None):
@@ -315,6 +223,89 @@ class _Writer:
                 f"got reward={rollout.reward}, group={rollout.group} in {rollout.place!r}. Add "
                 "them to the line."
             )
+
+
+def _share(record: Record) -> float:
+    """A number in [0, 1) that decides what is held out: one for all rollouts of a group."""
+    file, _, line = record.key.rpartition(":")
+    return share_of_key(f"{file}:{record.fields.get('group', line)}")
+
+
+class _Writer:
+    """Writes the vectors of a part, as rollouts are added."""
+
+    def __init__(self, folder: Path, part: str, form: Form, stack: ExitStack) -> None:
+        self._folder, self._part, self._form, self._stack = folder, part, form, stack
+        advantages = ("advantages",) if form.advantages else ()
+        teacher = () if form.teacher is None else TEACHER
+        self._lists = (*form.lists, *advantages, *teacher)
+        self._vectors = {name: self._vector(name, dtype) for name, dtype in OF_TOKENS.items()}
+        # Of each rollout, also of those that are left out.
+        self._rewards, self._groups, self._kept = list[float](), list[int](), list[bool]()
+        self._numbers = dict[str, int]()
+        self._ends = list[int]()
+
+    def _vector(self, name: str, dtype: Any) -> VectorWriter:
+        path = self._folder / f"{self._part}.{name}.npy"
+        return self._stack.enter_context(VectorWriter(path, dtype))
+
+    def add(self, record: Record, rollout: Rollout) -> None:
+        """Writes the tokens of a rollout up to the last that counts."""
+        self._rewards.append(np.nan if rollout.reward is None else rollout.reward)
+        name = f"{record.key.rpartition(':')[0]}:{rollout.group}"
+        is_known = rollout.group is not None
+        number = self._numbers.setdefault(name, len(self._numbers)) if is_known else -1
+        self._groups.append(number)
+        counted = np.flatnonzero(rollout.weights)
+        self._kept.append(len(counted) > 0)
+        if not self._kept[-1]:
+            return
+        length, longest = int(counted[-1]) + 1, self._form.longest
+        if length > longest:
+            raise InputError(
+                "A rollout must fit a row; got "
+                f"{length:,} tokens up to the last that counts in {rollout.place!r}, with "
+                f"seq_len={longest:,}. Use a larger --seq-len, or remove the line."
+            )
+        arrays = {name: getattr(rollout, name) for name in OF_TOKENS}
+        arrays |= {x: rollout.lists[x] for x in self._lists if x in rollout.lists}
+        if rollout.documents is not None:
+            arrays["documents"] = rollout.documents
+        for name, x in arrays.items():
+            if name not in self._vectors:  # All rollouts have the same lists.
+                self._vectors[name] = self._vector(name, x.dtype)
+            self._vectors[name].add(x[:length].ravel())
+        self._ends.append(self._vectors["tokens"].length)
+
+    def finish(self, *, has_advantages: bool) -> None:
+        """Writes the vectors of rollouts. If these have no advantages, groups make them."""
+        rewards, groups = np.array(self._rewards), np.array(self._groups, np.int64)
+        kept = np.array(self._kept, bool)
+        advantages = np.full(len(rewards), np.nan, np.float32)
+        if self._form.advantages and len(rewards) and not has_advantages:
+            advantages = advantages_of(rewards, groups, deviation=self._form.deviation)
+        vectors = {"ends": np.array(self._ends, np.int64), "rewards": rewards[kept]}
+        for name, x in (vectors | {"of_group": advantages[kept]}).items():
+            np.save(self._folder / f"{self._part}.{name}.npy", x)
+        about = {
+            "groups": int(groups.max(initial=-1)) + 1,
+            "alike": _count_alike(rewards, groups),
+            "uncounted": int(np.count_nonzero(~kept)),
+        }
+        file = self._folder / f"{self._part}{ABOUT_FILE}"
+        file.write_text(json.dumps(about), encoding="utf-8")
+
+
+def _count_alike(
+    rewards: Float64[np.ndarray, " rollouts"], groups: Int64[np.ndarray, " rollouts"]
+) -> int:
+    """Number of groups whose rewards are all equal; 0 if some rollouts have no group."""
+    if groups.min(initial=0) < 0:
+        return 0
+    order = np.lexsort((rewards, groups))
+    firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    lasts = np.append(firsts[1:], len(groups)) - 1
+    return int(np.count_nonzero(rewards[order][firsts] == rewards[order][lasts]))
 
 
 def _read(folder: Path, part: str) -> StoredRollouts:
