@@ -82,23 +82,24 @@ def example_of(
         fields = _without_nulls(fields)
     record = replace(record, fields=fields)
     if messages in fields:
-        _check_keys(record, [messages, *OTHERS])
+        check_keys(record, [messages, *OTHERS])
         renamed = {MESSAGES if key == messages else key: x for key, x in fields.items()}
         example = _conversation(replace(record, fields=renamed), template, loss)
     elif is_alpaca(fields):
-        _check_keys(record, ALPACA)
+        check_keys(record, ALPACA)
         of_system = {key: x for key, x in fields.items() if key == "system"}
         said = {MESSAGES: of_alpaca(fields, record.place)} | of_system
         example = _conversation(replace(record, fields=said), template, loss)
     else:
         example = _completion(record, messages, loss)
-        _check_keys(record, COMPLETION)
+        check_keys(record, COMPLETION)
     if loss == "all":
         example = replace(example, counted=((0, len(example.text)),))
     return example
 
 
-def _check_keys(record: Record, known: Collection[str]) -> None:
+def check_keys(record: Record, known: Collection[str]) -> None:
+    """Raises if a record has a key that says nothing."""
     if unknown := [key for key in record.fields if key not in known]:
         raise InputError(
             f"Every key of a record must be one of {', '.join(known)}; got {', '.join(unknown)} in "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
+from startrail_jax.values import is_real, real
 from trainer.data.documents import Record
 from trainer.data.files import Kind
 from trainer.gpt.chat.examples import OTHERS, ChatExample, example_of
@@ -20,7 +20,7 @@ from trainer.gpt.chat.forms import of_sharegpt
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.encoding import TextTokenizer
 from trainer.gpt.objectives.preference import REFERENCES
-from trainer.gpt.rollouts.records import Rollout
+from trainer.gpt.rollouts.records import Rollout, checked_fields
 from trainer.printable import shortened
 
 ANSWERS = ("chosen", "rejected")
@@ -64,20 +64,10 @@ class PairReader:
 
     def examples(self, record: Record) -> tuple[ChatExample, ChatExample]:
         """Both answers of a record with their prompt."""
-        fields = {key: x for key, x in record.fields.items() if x is not None}
-        if unknown := [key for key in fields if key not in KEYS]:
-            raise InputError(
-                f"Every key of a pair must be one of {', '.join(KEYS)}; got {', '.join(unknown)} "
-                f"in {record.place!r}. Leave out what says nothing to the objective: "
-                f"--data.ignored-keys {' '.join(unknown)}"
-            )
-        for name in (*ANSWERS, *(REFERENCES if self.references else ())):
-            if name not in fields:
-                way_out = "Add it" if name in ANSWERS else "score.py writes it, with the reference"
-                raise InputError(
-                    f"A pair must have what its objective needs; got no {name} in "
-                    f"{record.place!r}, which has {', '.join(fields) or 'nothing'}. {way_out}."
-                )
+        needed = dict.fromkeys(ANSWERS, "Add it.")
+        if self.references:
+            needed |= dict.fromkeys(REFERENCES, "score.py writes it, with the reference.")
+        fields = checked_fields(record, KEYS, needed, noun="pair")
         prompt, answers = fields.get("prompt"), [fields[name] for name in ANSWERS]
         others = {name: fields[name] for name in OTHERS if name in fields}
         parts = [prompt, *answers] if prompt is not None else answers
@@ -118,18 +108,15 @@ class PairReader:
             weights.append((counted[1 : n + 1] != 0).astype(np.float32))
         sizes = [len(x) for x in weights]
         for name in REFERENCES:
-            value = record.fields.get(name)
-            if value is not None:
-                if (
-                    isinstance(value, bool)
-                    or not isinstance(value, int | float)
-                    or not (math.isfinite(value))
-                ):
-                    raise InputError(
-                        f"{name} must be a finite number; got {shortened(value)} in "
-                        f"{record.place!r}. Mend or remove the line."
-                    )
-                lists[name] = np.full(sum(sizes), value, np.float32)
+            value = real(record.fields.get(name))
+            if value is None:
+                continue
+            if not is_real(value):
+                raise InputError(
+                    f"{name} must be a finite number; got {shortened(value)} in "
+                    f"{record.place!r}. Mend or remove the line."
+                )
+            lists[name] = np.full(sum(sizes), value, np.float32)
         return Rollout(
             place=record.place,
             tokens=np.concatenate([x[:-1] for x in documents]),

@@ -7,15 +7,17 @@ list belongs to the target of token i: `targets[i]`, or without that key the tok
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Num
 
 from startrail_jax.errors import InputError
+from startrail_jax.values import is_real, real
 from trainer.data.documents import Record
+from trainer.gpt.chat.examples import check_keys
 from trainer.gpt.objectives.distill import TEACHER
 from trainer.printable import shortened
 
@@ -72,19 +74,8 @@ def read_rollout(
     Raises:
         InputError: if it holds something else; the message names the line.
     """
-    fields = {key: x for key, x in record.fields.items() if x is not None}
-    if unknown := [key for key in fields if key not in KEYS]:
-        raise InputError(
-            f"Every key of a rollout must be one of {', '.join(KEYS)}; got {', '.join(unknown)} in "
-            f"{record.place!r}. Leave out what says nothing to the objective: --data.ignored-keys "
-            f"{' '.join(unknown)}"
-        )
-    for name in (TOKENS, *needed, *(() if teacher is None else ("teacher",))):
-        if name not in fields:
-            raise InputError(
-                f"A rollout must have what its objective needs; got no {name} in "
-                f"{record.place!r}, which has {', '.join(fields) or 'nothing'}. {_way_to(name)}"
-            )
+    names = (TOKENS, *needed, *(() if teacher is None else ("teacher",)))
+    fields = checked_fields(record, KEYS, {name: _way_to(name) for name in names}, noun="rollout")
     ids = {name: _ids(fields[name], name, record, vocab_size) for name in IDS if name in fields}
     tokens = ids[TOKENS]
     targets = ids.get("targets")
@@ -111,6 +102,22 @@ def read_rollout(
     if teacher is not None:
         found.lists.update(_teacher(record, found.weights > 0, vocab_size, teacher))
     return found
+
+
+def checked_fields(
+    record: Record, known: Collection[str], needed: Mapping[str, str], *, noun: str
+) -> dict[str, Any]:
+    """What a record holds, without nulls: keys that are known, and all that are `needed`, each with
+    what to do if it is missing."""
+    fields = {key: x for key, x in record.fields.items() if x is not None}
+    check_keys(replace(record, fields=fields), known)
+    for name, way_out in needed.items():
+        if name not in fields:
+            raise InputError(
+                f"A {noun} must have what its objective needs; got no {name} in {record.place!r}, "
+                f"which has {', '.join(fields) or 'nothing'}. {way_out}"
+            )
+    return fields
 
 
 def _way_to(name: str) -> str:
@@ -153,7 +160,7 @@ def _checked(
                 f"{x[place]:g} for token {place} in {record.place!r}. Mend or remove the line."
             )
     reward, group = fields.get("reward"), fields.get("group")
-    if reward is not None and not (_is_number(reward) and math.isfinite(reward)):
+    if reward is not None and not is_real(real(reward)):
         raise InputError(
             f"reward must be a finite number; got {shortened(reward)} in {record.place!r}. Mend or "
             "remove the line."
@@ -223,33 +230,31 @@ def _is_number(value: Any) -> bool:
 
 def _numbers(values: Any, record: Record, name: str) -> np.ndarray:
     """A list of numbers, with NaN for null."""
-    items: Any = values.tolist() if isinstance(values, np.ndarray) else values
-    if not isinstance(items, list) or not all(x is None or _is_number(x) for x in items):
+    if not isinstance(values, list) or not all(x is None or _is_number(x) for x in values):
         one = " or one number" if name == "advantages" else ""
         raise InputError(
             f"{name} must be a list of numbers{one}; got {shortened(values)} in {record.place!r}. "
             "Mend or remove the line."
         )
-    return np.array([math.nan if x is None else x for x in items], np.float64)
+    return np.array([math.nan if x is None else x for x in values], np.float64)
 
 
 def _ids(values: Any, name: str, record: Record, vocab_size: int) -> Int32[np.ndarray, " n"]:
-    items: Any = values.tolist() if isinstance(values, np.ndarray) else values
-    is_list = isinstance(items, list) and items
-    if not is_list or not all(type(x) is int for x in items):
+    is_list = isinstance(values, list) and values
+    if not is_list or not all(type(x) is int for x in values):
         raise InputError(
             f"{name} must be a list of token ids, which are integers; got {shortened(values)} in "
             f"{record.place!r}. Mend or remove the line."
         )
     least = NO_TARGET if name == "targets" else 0
-    if not least <= min(items) <= max(items) < vocab_size:
-        wrong = next(x for x in items if not least <= x < vocab_size)
+    if not least <= min(values) <= max(values) < vocab_size:
+        wrong = next(x for x in values if not least <= x < vocab_size)
         raise InputError(
             "Token ids must be at least 0 and below model.vocab_size; got "
             f"{wrong} in {name} of {record.place!r} with vocab_size={vocab_size}. Use the model "
             "whose tokenizer made them, or mend the line."
         )
-    return np.array(items, np.int32)
+    return np.array(values, np.int32)
 
 
 def advantages_of(
