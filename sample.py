@@ -42,18 +42,11 @@ def sample(arguments: list[str]) -> None:
     """Draws from a run, as a command line says."""
     run_dir, config, command = read_command_line(arguments)
     # Imported here, as they import jax: `--help` and a mistyped flag must be fast.
-    from trainer.mesh import mesh_of_flags
-    from trainer.session import agree, joined
+    from trainer.session import on_mesh_of_flags
 
-    options = command.settings
-    adapts = (options.devices, options.mesh) == (config.devices, config.mesh)
-    with joined(command.distributed, options.devices, run_dir, adapts=adapts) as session:
-        former = agree(options, kind=f"a run of kind {config.kind}", folder=run_dir)
-        mesh, lines = mesh_of_flags(
-            options.mesh, session.devices, former, config.attention_call, adapts=adapts
-        )
-        for line in (*session.description, *lines):
-            session.note(line)
+    options, kind = command.settings, f"a run of kind {config.kind}"
+    flags = options, command.distributed, config, run_dir
+    with on_mesh_of_flags(*flags, kind=kind) as (session, mesh):
         task = TASKS[config.kind]
         task.sample(run_dir, config, options, mesh, session)
         session.note(f"next: {advised('sample.py', run_dir)} {task.example_flags}")

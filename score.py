@@ -49,18 +49,11 @@ def score(arguments: list[str]) -> None:
     source, data, out, config, command = read_command_line(arguments)
     # Imported here, as they import jax: `--help` and a mistyped flag must be fast.
     from trainer.gpt.scoring.scores import score_file
-    from trainer.mesh import mesh_of_flags
-    from trainer.session import agree, joined
+    from trainer.session import on_mesh_of_flags
 
     options = command.settings
-    adapts = (options.devices, options.mesh) == (config.devices, config.mesh)
-    with joined(command.distributed, options.devices, source, adapts=adapts) as session:
-        former = agree(options, kind="scores of a GPT", folder=source)
-        mesh, lines = mesh_of_flags(
-            options.mesh, session.devices, former, config.attention_call, adapts=adapts
-        )
-        for line in (*session.description, *lines):
-            session.note(line)
+    flags = options, command.distributed, config, source
+    with on_mesh_of_flags(*flags, kind="scores of a GPT") as (session, mesh):
         score_file(source, data, out, config, options, mesh, session)
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from startrail_jax.errors import InputError
-from trainer.config import Distributed
+from trainer.config import Distributed, TrainConfig
+from trainer.mesh import mesh_of_flags
 from trainer.printable import printable, say
 from trainer.processes import (
     gather,
@@ -23,6 +25,7 @@ from trainer.processes import (
 )
 from trainer.run.folder import FormerMesh, read_mesh
 from trainer.run.settings import flags_of, names_of_paths
+from trainer.task import SampleOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,29 @@ def agree(settings: Any, *, kind: str, folder: Path) -> FormerMesh | None:
     about_run = f"a run that was trained with the mesh {former}"
     require_same_flags({"kind": kind, **flags, "former mesh": about_run})
     return former
+
+
+@contextmanager
+def on_mesh_of_flags(
+    options: SampleOptions,
+    distributed: Distributed,
+    config: TrainConfig,
+    folder: Path,
+    *,
+    kind: str,
+) -> Iterator[tuple[Session, Mesh]]:
+    """The processes of a program that does not train, joined, and the mesh of its flags; says which
+    devices and mesh there are. `config` and `folder` are those of a run, whose mesh is the default,
+    and gives way if it does not fit the devices."""
+    adapts = (options.devices, options.mesh) == (config.devices, config.mesh)
+    with joined(distributed, options.devices, folder, adapts=adapts) as session:
+        former = agree(options, kind=kind, folder=folder)
+        mesh, lines = mesh_of_flags(
+            options.mesh, session.devices, former, config.attention_call, adapts=adapts
+        )
+        for line in (*session.description, *lines):
+            session.note(line)
+        yield session, mesh
 
 
 def former_mesh_of_first(folder: Path) -> FormerMesh | None:
