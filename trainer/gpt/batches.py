@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Integer, Num
+from jaxtyping import Array, Bool, Float32, Int32, Integer, Num
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
@@ -66,6 +66,13 @@ class TokenExample(NamedTuple):
         return cls(tokens[:-1], tokens[1:], weights.astype(np.float32))
 
 
+def positions_after(starts: Bool[np.ndarray, "*rows length"]) -> Int32[np.ndarray, "*rows length"]:
+    """Position of each token after the last before it, or itself, at which a document starts; in
+    its row if there is none."""
+    places = np.broadcast_to(np.arange(starts.shape[-1], dtype=np.int32), starts.shape)
+    return places - np.maximum.accumulate(np.where(starts, places, 0), axis=-1)
+
+
 NumbersOf = Mapping[str, tuple[str, tuple[int, ...]]]
 """Names of numbers of tokens -> their type, and the dimensions that they have for each token."""
 
@@ -88,21 +95,18 @@ def rows_of(
     )
     segment_ids: Any = batch.segment_ids
     for row, examples in enumerate(rows):
-        end, documents = 0, 0
+        end, before = 0, 0
         for example in examples:
             start, end = end, end + len(example.tokens)
             here = row, slice(start, end)
             batch.tokens[here], batch.weights[here] = example.tokens, example.weights
             batch.targets[here] = np.maximum(example.targets, 0)
-            if example.documents is None:
-                segment_ids[here] = documents
-                batch.positions[here] = np.arange(end - start)
-            else:
-                segment_ids[here] = documents + example.documents
-                starts = np.diff(example.documents, prepend=-1) != 0
-                place = np.arange(end - start)
-                batch.positions[here] = place - np.maximum.accumulate(np.where(starts, place, 0))
-            documents = int(segment_ids[row, end - 1]) + 1
+            documents = example.documents
+            if documents is None:
+                documents = np.zeros(end - start, np.int32)
+            segment_ids[here] = before + documents
+            batch.positions[here] = positions_after(np.diff(documents, prepend=-1) != 0)
+            before += int(documents.max(initial=0)) + 1
             for name, x in (batch.numbers or {}).items():
                 x[here] = (example.numbers or {})[name]
     return batch
@@ -185,7 +189,7 @@ def next_token_batch(
             ends = ends & ~(follows & (targets != end_of_document) & (targets != PADDING))
         starts = np.zeros_like(ends)
         starts[:, 1:] = ends[:, :-1]
-        positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+        positions = positions_after(starts)
         if longest is not None:
             positions = positions % longest
             starts[:, 1:] |= positions[:, 1:] == 0

@@ -15,7 +15,14 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.gpt.batches import PADDING, TokenBatch, TokenExample, counting, in_layout_order
+from trainer.gpt.batches import (
+    PADDING,
+    TokenBatch,
+    TokenExample,
+    counting,
+    in_layout_order,
+    positions_after,
+)
 from trainer.gpt.documents import TokenDocuments
 
 
@@ -139,7 +146,7 @@ def collate_rows(
     positions = np.broadcast_to(np.arange(here.shape[1], dtype=np.int32), here.shape)
     if mask_documents:
         starts = np.diff(here, axis=1, prepend=here[:, :1]) != 0
-        positions = positions - np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+        positions = positions_after(starts)
     weights = (counted[:, 1:] & (here == following)).astype(np.float32)
     batch = TokenBatch(
         tokens=tokens[:, :-1],
