@@ -247,8 +247,8 @@ class GPTTrainConfig(TrainConfig):
                 f"sample.length={self.sample.length}, seq_len={self.seq_len}. "
                 f"Use {self.seq_len // 2}."
             )
-        for name, loss in vars(self).items():
-            if isinstance(loss, RowLoss) and loss.changed and name != self.objective:
+        for name, loss in self.row_losses.items():
+            if loss.changed and name != self.objective:
                 raise InputError(
                     f"{name}.{loss.changed[0]} needs objective={name!r}; got objective="
                     f"{self.objective!r}. Use --objective {name}, or leave it out."
@@ -270,9 +270,14 @@ class GPTTrainConfig(TrainConfig):
         self.lora.check_targets(projections(gpt_weights(self.model)))
 
     @property
+    def row_losses(self) -> dict[str, RowLoss]:
+        """The settings of all objectives but the next token, by name."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, RowLoss)}
+
+    @property
     def row_loss(self) -> RowLoss | None:
         """The loss and settings of the objective; None for the next token."""
-        return None if self.objective == "next_token" else getattr(self, self.objective)
+        return self.row_losses.get(self.objective)
 
     @property
     def num_tokens(self) -> int:
@@ -293,8 +298,7 @@ class GPTTrainConfig(TrainConfig):
     @property
     def idle_settings(self) -> tuple[str, ...]:
         idle = ("model.rope.stretches",) if self.model.rope.scaling == "none" else ()
-        losses = (x for x, value in vars(self).items() if isinstance(value, RowLoss))
-        idle += tuple(x for x in losses if x != self.objective)
+        idle += tuple(name for name in self.row_losses if name != self.objective)
         return idle if self.model.experts.balance_loss else (*idle, "model.experts.balance_over")
 
     @property

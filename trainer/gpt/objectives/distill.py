@@ -10,7 +10,8 @@ from models.checks import check_minimum, check_range
 from trainer.gpt.objectives.loss import RowLoss
 
 TEACHER = ("teacher_ids", "teacher_logprobs", "teacher_rest")
-"""What is read of a record's `teacher`; the last is the logarithm of p_0."""
+"""What is read of a record's `teacher`, from the likeliest token on; the last is the logarithm of
+p_0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,6 @@ class Distill(RowLoss):
         return "kl", "nll", "agreement"
 
     def numbers(self, logits: Any, batch: Any) -> Any:
-        import jax
         import jax.numpy as jnp
 
         from trainer.gpt.objectives.logprobs import logprobs_and_entropy, logprobs_of
@@ -78,8 +78,7 @@ class Distill(RowLoss):
             kl = -(jnp.exp(teacher) * apart).sum(-1) - jnp.exp(teacher_rest) * apart_rest
         else:
             kl = (jnp.exp(own) * apart).sum(-1) + jnp.exp(rest) * apart_rest
-        best = jnp.take_along_axis(ids, jnp.argmax(teacher, -1, keepdims=True), -1)[..., 0]
-        agrees = jax.lax.stop_gradient(jnp.argmax(logits, -1) == best).astype(jnp.float32)
+        agrees = (jnp.argmax(logits, -1) == ids[..., 0]).astype(jnp.float32)
         return jnp.stack([kl, nll, agrees], axis=-1)
 
     def losses(

@@ -61,5 +61,4 @@ class RowLoss(ABC):
     @property
     def changed(self) -> tuple[str, ...]:
         """The names of the settings that are not the defaults."""
-        default = type(self)()
-        return tuple(x for x, value in vars(self).items() if value != getattr(default, x))
+        return tuple(x for x, value in vars(self).items() if value != getattr(type(self), x))

@@ -101,14 +101,14 @@ class Preference(RowLoss):
         logprobs, one = numbers[..., 0], jnp.ones_like(numbers[..., 0])
         # The documents of a row are chosen and rejected answers in turn.
         pair, is_chosen = batch.segment_ids // 2, batch.segment_ids % 2 == 0
-        rewards, chosen_mean = [], one
-        for side, reference in zip((is_chosen, ~is_chosen), REFERENCES, strict=True):
-            total = sums(jnp.where(side, logprobs, 0), pair)
-            count = jnp.maximum(sums(jnp.where(side, one, 0), pair), 1)
-            if side is is_chosen:
-                chosen_mean = total / count
-            above = total if self.loss == "simpo" else total - batch.numbers[reference]
-            rewards.append(above / count if self.normalised or self.loss == "simpo" else above)
+        sides = is_chosen, ~is_chosen
+        totals = [sums(jnp.where(side, logprobs, 0), pair) for side in sides]
+        counts = [jnp.maximum(sums(jnp.where(side, one, 0), pair), 1) for side in sides]
+        rewards = totals
+        if self.loss != "simpo":
+            rewards = [x - batch.numbers[y] for x, y in zip(totals, REFERENCES, strict=True)]
+        if self.loss == "simpo" or self.normalised:
+            rewards = [x / count for x, count in zip(rewards, counts, strict=True)]
         apart = rewards[0] - rewards[1]
         margin = self.beta * apart
         if self.loss == "sigmoid":
@@ -121,7 +121,7 @@ class Preference(RowLoss):
         else:
             losses = -jax.nn.log_sigmoid(margin - self.gamma)
         if self.sft_weight:
-            losses -= self.sft_weight * chosen_mean
+            losses -= self.sft_weight * totals[0] / counts[0]
         return losses, {
             "margin": margin,
             "accuracy": (margin > 0).astype(jnp.float32),

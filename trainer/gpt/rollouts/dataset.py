@@ -35,6 +35,7 @@ from trainer.gpt.corpus import (
     find_inputs,
 )
 from trainer.gpt.documents import TokenDocuments
+from trainer.gpt.objectives.distill import TEACHER
 from trainer.gpt.objectives.preference import REFERENCES
 from trainer.gpt.rollouts.pairs import PairReader
 from trainer.gpt.rollouts.records import LISTS
@@ -72,14 +73,14 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
     data.check_rollouts()
     inputs = find_inputs(data)
     check_effects(data, inputs, form=form_name)
-    reads = () if loss is None else loss.reads
+    arrays = {} if loss is None else loss.arrays
     form = Form(
         vocab_size=config.model.vocab_size,
         longest=config.seq_len,
-        lists=tuple(name for name in reads if name in (*LISTS, *REFERENCES)),
-        advantages="advantages" in reads,
+        lists=tuple(name for name in arrays if name in (*LISTS, *REFERENCES)),
+        advantages="advantages" in arrays,
         deviation=loss is None or getattr(loss, "deviation", True),
-        teacher=getattr(loss, "top_k", None),
+        teacher=arrays[TEACHER[0]][1][0] if TEACHER[0] in arrays else None,
         ignored=data.ignored_keys,
     )
     opened = []
@@ -97,7 +98,7 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
             fraction = 0.0
         read = None
         if form_name == "pairs":
-            reader = _pair_reader(config, found.files, references=bool(reads))
+            reader = _pair_reader(config, found.files, references=bool(arrays))
             form, read = replace(form, pairs=reader.digest), reader.read
         stored = store_rollouts(parts, form, data.cache or cache, fraction, read)
         _check_lengths(stored.parts, found.files.name, fraction)

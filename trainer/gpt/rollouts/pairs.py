@@ -64,7 +64,7 @@ class PairReader:
 
     def examples(self, record: Record) -> tuple[ChatExample, ChatExample]:
         """Both answers of a record with their prompt."""
-        needed = dict.fromkeys(ANSWERS, "Add it.")
+        needed: dict[str, str] = dict.fromkeys(ANSWERS, "Add it.")
         if self.references:
             needed |= dict.fromkeys(REFERENCES, "score.py writes it, with the reference.")
         fields = checked_fields(record, KEYS, needed, noun="pair")

@@ -28,7 +28,6 @@ from trainer.gpt.batches import TokenBatch, in_layout_order, rows_of
 from trainer.gpt.config import DataConfig, GPTTrainConfig, TextSampleConfig
 from trainer.gpt.objective import NextToken
 from trainer.gpt.objectives.logprobs import logprobs_and_entropy
-from trainer.gpt.objectives.loss import RowLoss
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.scoring.options import ScoreOptions
 from trainer.gpt.scoring.records import ScoredRecord, records_to_score, with_scores
@@ -67,7 +66,7 @@ def config_to_score(config: GPTTrainConfig, options: ScoreOptions, data: int) ->
         config,
         model=model,
         objective="next_token",
-        **{x: type(loss)() for x, loss in vars(config).items() if isinstance(loss, RowLoss)},
+        **{name: type(loss)() for name, loss in config.row_losses.items()},
         seq_len=options.seq_len,
         batch_size=options.batch_size or data,
         zero=options.zero,
@@ -154,10 +153,8 @@ def _scored(
 ) -> Iterator[tuple[ScoredRecord, Float32[np.ndarray, "n numbers"]]]:
     """Each record with the scores of its tokens."""
     batch_size, length = program.config.batch_size, program.config.num_tokens
-    layout, held = (
-        program.attention.layout,
-        local_rows(program.batch_sharding, program.tokens_shape),
-    )
+    layout = program.attention.layout
+    held = local_rows(program.batch_sharding, program.tokens_shape)
     for rows in _in_rows(records, batch_size, length):
         examples = [[record.example for record in row] for row in rows]
         batch = rows_of([examples[row] for row in held], length)
