@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,73 +41,47 @@ class ScoredRecord:
     """Whether it has two answers, whose sums of log-probabilities are written."""
 
 
-def records_to_score(
-    path: Path, options: ScoreOptions, data: DataConfig, vocab_size: int
-) -> tuple[Files, Callable[[Callable[[int], None]], Iterator[ScoredRecord]]]:
-    """The files of DATA, and a function that reads their records in order; it takes one that is
-    told of every number of bytes read. `data` are the settings of the data of the model."""
-    files = find_files(path, "DATA")
-    if files.kind not in RECORD_KINDS:
-        raise InputError(
-            f"DATA must be JSONL or tables; got {files.kind} files in {files.name!r}. Give files "
-            "*.jsonl, *.parquet or *.arrow."
-        )
-    if options.tokenizer != data.tokenizer:  # The ids of another mean nothing in it.
-        data = replace(data, begin_of_document=None, end_of_document=None)
-    data = replace(data, tokenizer=options.tokenizer)
-    tokenizer: Any = None
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordReader:
+    """Turns the records of DATA into tokens."""
 
-    def text_tools(record: Record) -> Any:
-        nonlocal tokenizer
-        if tokenizer is None:
-            if data.tokenizer is None and not 256 <= vocab_size <= MOST_FOR_BYTES:
-                raise InputError(
-                    "A record must have tokens, or text that a tokenizer turns into these; got "
-                    f"{', '.join(record.fields) or 'nothing'} in {record.place!r}, and no "
-                    "tokenizer beside the model. Give --tokenizer."
-                )
-            template = options.tokenizer and ChatTemplate.find(
-                options.tokenizer, options.chat_template
-            )
-            tokenizer = text_tokenizer(data, vocab_size=vocab_size), template or None
-        return tokenizer
+    files: Files
+    options: ScoreOptions
+    data: DataConfig
+    """The settings of the data of the model."""
+    vocab_size: int
 
-    def of_pair(record: Record) -> ScoredRecord:
-        if options.entropy or options.top_k or options.key != "ref_logprobs":
+    @classmethod
+    def of(
+        cls, path: Path, options: ScoreOptions, data: DataConfig, vocab_size: int
+    ) -> RecordReader:
+        """Reads nothing but the names of files."""
+        files = find_files(path, "DATA")
+        if files.kind not in RECORD_KINDS:
             raise InputError(
-                f"Of pairs, {' and '.join(REFERENCES)} are written; got entropy={options.entropy}, "
-                f"top_k={options.top_k}, key={options.key!r}. Leave these out."
+                f"DATA must be JSONL or tables; got {files.kind} files in {files.name!r}. Give "
+                "files *.jsonl, *.parquet or *.arrow."
             )
-        text, template = text_tools(record)
-        reader = PairReader(tokenizer=text, template=template, kind=files.kind, references=False)
-        ((_, pair),) = reader.read([record])
-        example = TokenExample(pair.tokens, pair.targets, pair.weights, pair.documents)
-        fields = {**record.fields}
-        return ScoredRecord(
-            place=record.place, fields=fields, example=example, length=0, is_pair=True
-        )
+        if options.tokenizer != data.tokenizer:  # The ids of another mean nothing in it.
+            data = replace(data, begin_of_document=None, end_of_document=None)
+        data = replace(data, tokenizer=options.tokenizer)
+        return cls(files=files, options=options, data=data, vocab_size=vocab_size)
 
-    def of_text(record: Record) -> ScoredRecord:
-        text, template = text_tools(record)
-        if isinstance(words := record.fields.get(options.text_key), str):
-            check_unicode(words, record.place)
-            example: Any = Document(key=record.key, place=record.place, text=words)
-        else:
-            example = example_of(
-                record, files.kind, template, messages=options.messages, loss=options.loss
-            )
-        if example.counted is None:
-            (tokens,) = text.encode([example])
-            counted: Any = np.ones(len(tokens))
-        else:
-            ((tokens, counted),) = text.encode_parts([example])
-        tokens = tokens.astype(np.int32)
-        weights = np.append(counted[1:], 0).astype(float)
-        fields = {TOKENS: tokens.tolist(), "weights": weights.tolist()}
-        targets = np.append(tokens[1:], np.int32(NO_TARGET))
-        return _scored(record, fields, tokens, targets, weights)
+    def read(self, on_read: Callable[[int], None]) -> Iterator[ScoredRecord]:
+        """The records in order. `on_read` is told of every number of bytes read."""
+        for part in filter(None, (self.files, self.files.validation)):
+            for record in read_records(part, on_read):
+                found = self._of(record)
+                if len(found.example.tokens) > self.options.seq_len:
+                    raise InputError(
+                        "A record must fit a row; got "
+                        f"{len(found.example.tokens):,} tokens in {record.place!r}, with seq_len="
+                        f"{self.options.seq_len:,}. Use a larger --seq-len."
+                    )
+                yield found
 
-    def of(record: Record) -> ScoredRecord:
+    def _of(self, record: Record) -> ScoredRecord:
+        options = self.options
         if written := [x for x in (options.key, *REFERENCES) if x in record.fields]:
             raise InputError(
                 f"A record must not have the key that is written; got {written[0]} in "
@@ -114,27 +89,64 @@ def records_to_score(
             )
         ignored = {x: record.fields[x] for x in options.ignored_keys if x in record.fields}
         fields = {key: x for key, x in record.fields.items() if key not in ignored}
-        plain = Record(key=record.key, place=record.place, fields=fields)
-        if TOKENS not in fields:
-            found = of_pair(plain) if "chosen" in fields else of_text(plain)
-            found.fields.update(ignored)
-            return found
-        rollout = read_rollout(plain, vocab_size)
-        return _scored(record, record.fields, rollout.tokens, rollout.targets, rollout.weights)
+        plain = replace(record, fields=fields)
+        if TOKENS in fields:
+            rollout = read_rollout(plain, self.vocab_size)
+            return _scored(record, record.fields, rollout.tokens, rollout.targets, rollout.weights)
+        if self.data.tokenizer is None and not 256 <= self.vocab_size <= MOST_FOR_BYTES:
+            raise InputError(
+                "A record must have tokens, or text that a tokenizer turns into these; got "
+                f"{', '.join(fields) or 'nothing'} in {record.place!r}, and no tokenizer beside "
+                "the model. Give --tokenizer."
+            )
+        found = self._of_pair(plain) if "chosen" in fields else self._of_text(plain)
+        found.fields.update(ignored)
+        return found
 
-    def read(on_read: Callable[[int], None]) -> Iterator[ScoredRecord]:
-        for part in filter(None, (files, files.validation)):
-            for record in read_records(part, on_read):
-                found = of(record)
-                if len(found.example.tokens) > options.seq_len:
-                    raise InputError(
-                        "A record must fit a row; got "
-                        f"{len(found.example.tokens):,} tokens in {record.place!r}, with seq_len="
-                        f"{options.seq_len:,}. Use a larger --seq-len."
-                    )
-                yield found
+    # Opened for the first record without tokens.
 
-    return files, read
+    @functools.cached_property
+    def _pairs(self) -> PairReader:
+        path, template = self.data.tokenizer, None
+        if path is not None:
+            template = ChatTemplate.find(path, self.options.chat_template)
+        return PairReader(
+            tokenizer=text_tokenizer(self.data, vocab_size=self.vocab_size),
+            template=template,
+            kind=self.files.kind,
+            references=False,
+        )
+
+    def _of_pair(self, record: Record) -> ScoredRecord:
+        options = self.options
+        if options.entropy or options.top_k or options.key != "ref_logprobs":
+            raise InputError(
+                f"Of pairs, {' and '.join(REFERENCES)} are written; got entropy={options.entropy}, "
+                f"top_k={options.top_k}, key={options.key!r}. Leave these out."
+            )
+        ((_, pair),) = self._pairs.read([record])
+        example = TokenExample(pair.tokens, pair.targets, pair.weights, pair.documents)
+        return ScoredRecord(
+            place=record.place, fields={**record.fields}, example=example, length=0, is_pair=True
+        )
+
+    def _of_text(self, record: Record) -> ScoredRecord:
+        options, tokenizer = self.options, self._pairs.tokenizer
+        if isinstance(words := record.fields.get(options.text_key), str):
+            check_unicode(words, record.place)
+            (tokens,) = tokenizer.encode([Document(key=record.key, place=record.place, text=words)])
+            counted: Any = np.ones(len(tokens))
+        else:
+            template = self._pairs.template
+            example = example_of(
+                record, self.files.kind, template, messages=options.messages, loss=options.loss
+            )
+            ((tokens, counted),) = tokenizer.encode_parts([example])
+        tokens = tokens.astype(np.int32)
+        weights = np.append(counted[1:], 0).astype(float)
+        fields = {TOKENS: tokens.tolist(), "weights": weights.tolist()}
+        targets = np.append(tokens[1:], np.int32(NO_TARGET))
+        return _scored(record, fields, tokens, targets, weights)
 
 
 def _scored(

@@ -30,7 +30,7 @@ from trainer.gpt.objective import NextToken
 from trainer.gpt.objectives.logprobs import logprobs_and_entropy
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.scoring.options import ScoreOptions
-from trainer.gpt.scoring.records import ScoredRecord, records_to_score, with_scores
+from trainer.gpt.scoring.records import RecordReader, ScoredRecord, with_scores
 from trainer.gpt.scoring.summary import Summary
 from trainer.parallel.checks import make_attention
 from trainer.parallel.step import Program
@@ -112,17 +112,18 @@ def score_file(
             f"top_k must be at most model.vocab_size; got top_k={options.top_k}, vocab_size="
             f"{config.model.vocab_size}. Use a smaller --top-k."
         )
-    files, read = records_to_score(data, options, config.data, config.model.vocab_size)
+    records = RecordReader.of(data, options, config.data, config.model.vocab_size)
     scored = config_to_score(config, options, mesh.shape["data"])
     objective = _Scores(scored, options)
     program = Program(scored, make_attention(mesh, scored, objective), objective)
     weights = _weights(source, config, program.state_shapes.model, options, session)
     summary, part = Summary(), out.with_name(f".{out.name}.part-{secrets.token_hex(4)}")
+    files = records.files
     size = sum(path.stat().st_size for path in files.paths.values())
     try:
         with storing(out.parent, "OUT"), shown_progress(f"scoring {files.name}", size) as advance:
             with open(part if session.is_first else os.devnull, "w", encoding="utf-8") as file:
-                for record, scores in _scored(read(advance), program, weights):
+                for record, scores in _scored(records.read(advance), program, weights):
                     summary.add(record, scores[:, 0])
                     line = with_scores(record, scores, options) if session.is_first else {}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
