@@ -19,6 +19,7 @@ from models.hooks import Hooks
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.checksums import Checksums
 from trainer.config import OptimizerConfig
+from trainer.data.batches import place
 from trainer.dit.config import DiTConfig, DiTTrainConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
 from trainer.gpt.config import GPTTrainConfig
@@ -62,6 +63,35 @@ def train_steps(program, state, batches):
         assert metrics.finite
         losses.append((float(metrics.loss), float(metrics.gradient_norm)))
     return np.array(losses), state
+
+
+def whole_batch(program, *, alone=False):
+    """All rollouts or pairs of a run as one batch: as their file is packed, or each in a row of its
+    own."""
+    data = TASKS[program.config.kind].open_data(program.config, program.attention.layout)
+    rows = [data.train[number] for number in range(len(data.train))]
+    if alone:
+        rows = [[x] for row in rows for x in row]
+    rows += [[]] * (program.config.batch_size - len(rows))
+    return place(data.collate(rows, [*range(len(rows))]), program.batch_sharding)
+
+
+def gradients_of(program, weights, batch):
+    """Loss, metrics and gradients of a batch, on the host."""
+    weights = placed(weights, program.state_shapes.weights)
+    (loss, metrics), gradients = jax.jit(program._metrics_and_gradients)(weights, batch)
+    return jax.device_get((loss, metrics, gradients))
+
+
+def check_same_gradients(got, want, *, loss_atol=0.0, **metrics):
+    """Two results of `gradients_of`: losses to 1e-6, gradients to 1e-5 of their largest, and
+    `metrics` to what `assert_allclose` is given."""
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=loss_atol)
+    for name, mean in want[1].items():
+        np.testing.assert_allclose(got[1][name], mean, err_msg=name, **metrics)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got[2]), jax.tree.leaves(want[2]), strict=True)
+    for (path, x), y in pairs:
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max(), err_msg=path_name(path))
 
 
 def saved_by_layers(jaxpr, turns):

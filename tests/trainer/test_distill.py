@@ -11,12 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import programs
 import score
 import startrail_jax as st
 import train
 from configs.gpt import gpt_tiny
 from models.config import GPTConfig
-from programs import SMALL, make_config, make_program, placed, records_of, save_run
+from programs import (
+    SMALL,
+    check_same_gradients,
+    make_config,
+    make_program,
+    records_of,
+    save_run,
+    whole_batch,
+)
 from refusals import refused
 from rollout_cases import (
     DISTILLATIONS,
@@ -30,7 +39,6 @@ from rollout_cases import (
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig
-from trainer.data.batches import place
 from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.objectives.distill import TEACHER, Distill
 from trainer.gpt.task import GPTTask
@@ -73,14 +81,8 @@ def program_of(degrees, distill="forward", **changes):
 @functools.cache
 def gradients_of(degrees, distill, **changes):
     program = program_of(degrees, distill, **changes)
-    data = GPTTask().open_data(program.config, program.attention.layout)
-    rows = [data.train[number] for number in range(len(data.train))]
-    rows += [[]] * (program.config.batch_size - len(rows))
-    batch = place(data.collate(rows, [*range(len(rows))]), program.batch_sharding)
     weights = jax.device_get(program_of(st.Degrees()).initialise().weights)
-    weights = placed(weights, program.state_shapes.weights)
-    (loss, metrics), gradients = jax.jit(program._metrics_and_gradients)(weights, batch)
-    return jax.device_get((loss, metrics, gradients))
+    return programs.gradients_of(program, weights, whole_batch(program))
 
 
 MESHES = {
@@ -96,11 +98,7 @@ MESHES = {
 def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, distill):
     degrees, changes = MESHES[mesh]
     got, want = gradients_of(degrees, distill, **changes), gradients_of(st.Degrees(), distill)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
-    for name in want[1]:
-        np.testing.assert_allclose(got[1][name], want[1][name], rtol=1e-5)
-    for x, y in zip(jax.tree.leaves(got[2]), jax.tree.leaves(want[2]), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
+    check_same_gradients(got, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("distill", DISTILLATIONS)

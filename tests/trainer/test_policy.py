@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import programs
 import startrail_jax as st
-from programs import SMALL, make_config, placed
+from programs import SMALL, check_same_gradients, make_config, placed, whole_batch
 from rollout_cases import POLICIES, VOCAB, make_rollouts, policy_loss, write_rollouts
 from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig
@@ -68,47 +69,24 @@ def initial_weights():
 
 
 def gradients_of(program, batch):
-    weights = placed(initial_weights(), program.state_shapes.weights)
-    (loss, metrics), gradients = jax.jit(program._metrics_and_gradients)(weights, batch)
-    return jax.device_get((loss, metrics, gradients))
+    return programs.gradients_of(program, initial_weights(), batch)
 
 
-def packed(program):
-    """All rollouts, as their file is packed."""
-    data = GPTTask().open_data(program.config, program.attention.layout)
-    rows = [data.train[number] for number in range(len(data.train))]
-    rows += [[]] * (program.config.batch_size - len(rows))
-    return place(data.collate(rows, [*range(len(rows))]), program.batch_sharding)
-
-
-def alone(program):
-    """All rollouts, each in a row of its own."""
-    data = GPTTask().open_data(program.config, program.attention.layout)
-    rows = [[x] for number in range(len(data.train)) for x in data.train[number]]
-    rows += [[]] * (program.config.batch_size - len(rows))
-    return place(data.collate(rows, [*range(len(rows))]), program.batch_sharding)
-
-
-def check_alike(got, want, tolerance=1e-5):
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-7)
-    for name in want[1]:
-        np.testing.assert_allclose(got[1][name], want[1][name], rtol=2e-6, atol=1e-6, err_msg=name)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got[2]), jax.tree.leaves(want[2]), strict=True)
-    for (path, x), y in pairs:
-        np.testing.assert_allclose(x, y, atol=tolerance * np.abs(y).max(), err_msg=str(path))
+def check_alike(got, want):
+    check_same_gradients(got, want, loss_atol=1e-7, rtol=2e-6, atol=1e-6)
 
 
 @functools.cache
 def one_device(policy):
     program = program_of(st.Degrees(), policy)
-    return gradients_of(program, packed(program))
+    return gradients_of(program, whole_batch(program))
 
 
 @functools.cache
 def logits_of_rollouts():
     """Logits [n, vocab] of each rollout, of a row of its own on one device."""
     program = program_of(st.Degrees(), batch_size=16)
-    batch = alone(program)
+    batch = whole_batch(program, alone=True)
     weights = placed(initial_weights(), program.state_shapes.weights)
     logits = np.asarray(jax.jit(program.outputs)(weights, batch), np.float64)
     found, row = [], 0
@@ -191,13 +169,13 @@ MESHES = {
 def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, policy):
     degrees, changes = MESHES[mesh]
     program = program_of(degrees, policy, **changes)
-    check_alike(gradients_of(program, packed(program)), one_device(policy))
+    check_alike(gradients_of(program, whole_batch(program)), one_device(policy))
 
 
 @pytest.mark.parametrize("policy", ["grpo", "gspo"])
 def test_rollouts_alone_have_the_loss_of_those_in_rows(policy):
     program = program_of(st.Degrees(ring=2), policy, batch_size=16)
-    check_alike(gradients_of(program, alone(program)), one_device(policy))
+    check_alike(gradients_of(program, whole_batch(program, alone=True)), one_device(policy))
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,27 @@ import numpy as np
 import pytest
 from test_chat import CHATML, tokenizer  # noqa: F401  A fixture.
 
+import programs
 import score
 import startrail_jax as st
 import train
 from configs.gpt import gpt_tiny
 from models.config import GPTConfig
-from programs import SMALL, make_config, make_program, placed, records_of, save_run
+from programs import (
+    SMALL,
+    check_same_gradients,
+    make_config,
+    make_program,
+    placed,
+    records_of,
+    save_run,
+    whole_batch,
+)
 from refusals import refused
 from rollout_cases import PREFERENCES, bytes_of_pair, make_pairs, preference_loss, write_rollouts
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.config import OptimizerConfig
-from trainer.data.batches import place
 from trainer.data.order import PartBatches
 from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.objectives.preference import Preference
@@ -67,41 +76,25 @@ def initial_weights():
     return jax.device_get(program_of(st.Degrees()).initialise().weights)
 
 
-def batch_of(program, alone=False):
-    """All pairs, as their file is packed, or each in a row of its own."""
-    data = GPTTask().open_data(program.config, program.attention.layout)
-    rows = [data.train[number] for number in range(len(data.train))]
-    if alone:
-        rows = [[x] for row in rows for x in row]
-    rows += [[]] * (program.config.batch_size - len(rows))
-    return place(data.collate(rows, [*range(len(rows))]), program.batch_sharding)
-
-
 def gradients_of(program, batch):
-    weights = placed(initial_weights(), program.state_shapes.weights)
-    (loss, metrics), gradients = jax.jit(program._metrics_and_gradients)(weights, batch)
-    return jax.device_get((loss, metrics, gradients))
+    return programs.gradients_of(program, initial_weights(), batch)
+
+
+def check_alike(got, want):
+    check_same_gradients(got, want, rtol=1e-5, atol=1e-5)
 
 
 @functools.cache
 def one_device(preference):
     program = program_of(st.Degrees(), preference)
-    return gradients_of(program, batch_of(program))
-
-
-def check_alike(got, want):
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
-    for name in want[1]:
-        np.testing.assert_allclose(got[1][name], want[1][name], rtol=1e-5, atol=1e-5, err_msg=name)
-    for x, y in zip(jax.tree.leaves(got[2]), jax.tree.leaves(want[2]), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
+    return gradients_of(program, whole_batch(program))
 
 
 @functools.cache
 def logits_of_pairs():
     """Float64 logits [n, vocab] of both answers of each pair, of a row for each pair."""
     program = program_of(st.Degrees())
-    batch = batch_of(program, alone=True)
+    batch = whole_batch(program, alone=True)
     weights = placed(initial_weights(), program.state_shapes.weights)
     logits = np.asarray(jax.jit(program.outputs)(weights, batch), np.float64)
     found = []
@@ -128,7 +121,7 @@ def test_loss_is_that_of_numpy(preference):
 def test_gradients_are_those_of_numpy(preference):
     """Of the head along random directions, beside differences of float64."""
     program = program_of(st.Degrees(), preference)
-    batch = batch_of(program, alone=True)
+    batch = whole_batch(program, alone=True)
     weights = placed(initial_weights(), program.state_shapes.weights)
     gradients = one_device(preference)[2]
     part = "head" if "head" in gradients else "embedding"
@@ -179,12 +172,12 @@ MESHES = {
 def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, preference):
     degrees, changes = MESHES[mesh]
     program = program_of(degrees, preference, **changes)
-    check_alike(gradients_of(program, batch_of(program)), one_device(preference))
+    check_alike(gradients_of(program, whole_batch(program)), one_device(preference))
 
 
 def test_pairs_alone_and_on_few_devices_have_the_loss_of_those_in_rows():
     program = program_of(st.Degrees(ring=2), "smooth")
-    check_alike(gradients_of(program, batch_of(program, alone=True)), one_device("smooth"))
+    check_alike(gradients_of(program, whole_batch(program, alone=True)), one_device("smooth"))
     documents = (("batches", "documents"), ("draw", 64))
     program = program_of(st.Degrees(ring=4), "smooth", data=documents, batch_size=16)
     data = GPTTask().open_data(program.config, program.attention.layout)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+import programs
 import startrail_jax as st
-from programs import SMALL, learnable_tokens, make_config, placed
+from programs import SMALL, check_same_gradients, learnable_tokens, make_config
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
@@ -57,10 +58,8 @@ def gradients_of(objective, degrees, layout="zigzag", **changes):
     counted[1], counted[2, :33] = 0, 0
     counted = np.pad(counted, ((0, 0), (0, batch.weights.shape[1] - CONFIG.seq_len)))
     batch = batch._replace(weights=batch.weights * layout.permute(counted))
-    weights = placed(jax.device_get(initial_weights()), program.state_shapes.weights)
-    compute = jax.jit(program._metrics_and_gradients)
-    (loss, metrics), gradients = compute(weights, place(batch, program.batch_sharding))
-    return jax.device_get((float(loss), metrics, gradients))
+    weights = jax.device_get(initial_weights())
+    return programs.gradients_of(program, weights, place(batch, program.batch_sharding))
 
 
 @functools.cache
@@ -71,13 +70,7 @@ def initial_weights():
 
 
 def check_alike(got, want):
-    assert abs(got[0] - want[0]) < 1e-6 * abs(want[0])
-    for name, mean in want[1].items():
-        np.testing.assert_allclose(got[1][name], mean, rtol=1e-6)
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(got[2]), jax.tree.leaves(want[2]), strict=True
-    ):
-        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max(), err_msg=str(path))
+    check_same_gradients(got, want, rtol=1e-6)
 
 
 MESHES = {
