@@ -131,6 +131,8 @@ def test_data_that_do_not_fit_the_run_are_refused(tmp_path):
         opened(tmp_path, [RECORD], seq_len=2)
     with refused(InputError, "got 0 in train"):
         opened(tmp_path, [RECORD | {"weights": [0] * 4}])
+    with refused(InputError, "got 2 in train and 0 in val", "--data.validation-path"):
+        opened(tmp_path, [RECORD] * 2, data={"validation_fraction": 0.001})
     with refused(InputError, "got no ref_logprobs", "score.py"):
         opened(tmp_path, [RECORD], policy=Policy(kl_weight=0.1))
     with refused(InputError, "data.loss='answers'"):

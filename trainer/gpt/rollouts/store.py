@@ -300,7 +300,7 @@ def _count_alike(
     rewards: Float64[np.ndarray, " rollouts"], groups: Int64[np.ndarray, " rollouts"]
 ) -> int:
     """Number of groups whose rewards are all equal; 0 if some rollouts have no group."""
-    if groups.min(initial=0) < 0:
+    if not len(groups) or groups.min() < 0:
         return 0
     order = np.lexsort((rewards, groups))
     firsts = np.flatnonzero(np.diff(groups[order], prepend=-1))
