@@ -3,6 +3,7 @@
     python score.py runs/gpt_tiny rollouts.jsonl scored.jsonl           # adds ref_logprobs
     python score.py Qwen3-8B rollouts.jsonl scored.jsonl --key old_logprobs --zero 3
     python score.py Qwen3-8B answers.jsonl teacher.jsonl --top-k 64 --entropy
+    python score.py runs/reward rollouts.jsonl rewarded.jsonl           # a reward model: `reward`
     python score.py runs/gpt_tiny rollouts.jsonl scored.jsonl --mesh.c 1 --seq-len 4096
     python score.py runs/gpt_tiny rollouts.jsonl scored.jsonl --help           # all flags
 
@@ -88,8 +89,11 @@ def _config_of(source: Path) -> GPTTrainConfig:
             )
         return config
     config, tokenizer = pretrained(source), source / TOKENIZER
+    # Of pairs, which reward models learn from, the answers count anyway.
     data = replace(
-        config.data, tokenizer=tokenizer if tokenizer.is_file() else None, loss="answers"
+        config.data,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        loss=None if config.model.scores else "answers",
     )
     config = with_beginning(replace(config, data=data), by_user=False)
     return with_ending(config, by_user=False)

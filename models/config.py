@@ -119,6 +119,9 @@ class GPTConfig:
     """Kind of MLP: "swiglu" and "geglu" are gated and have three matrices, "gelu" has two."""
     tied_head: bool = False
     """True if the embedding also serves as the output projection."""
+    scores: bool = False
+    """True if each token gets one score in place of the logits of the next one, as in a reward
+    model. Such a model has a head of its own, `score`."""
     scaled_embedding: bool = False
     """True if embeddings are multiplied by the square root of `width`, as in Gemma."""
     qkv_bias: bool = False
@@ -236,6 +239,13 @@ class GPTConfig:
                 f"windows={self.windows}. Give model.windows a `none`, or use "
                 "--model.rope.stretches all."
             )
+
+    @property
+    def head(self) -> str:
+        """The name of the part of the model that turns hidden states into its outputs."""
+        if self.scores:
+            return "score"
+        return "embedding" if self.tied_head else "head"
 
     @property
     def layer_mixers(self) -> tuple[str, ...]:

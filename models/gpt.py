@@ -146,11 +146,11 @@ class GPT(nnx.Module):
             stack = nnx.vmap(functools.partial(make_block, *pair), in_axes=0, out_axes=0)
             setattr(self, name, stack(rngs.split(count)))
         self.norm = make_norm(width, rngs=rngs)
-        self.head = (
-            None
-            if config.tied_head
-            else linear(width, config.vocab_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
-        )
+        make_head = functools.partial(linear, width, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
+        if config.head == "score":
+            self.score = make_head(1)
+        elif config.head == "head":
+            self.head = make_head(config.vocab_size)
 
     def __call__(
         self,
@@ -323,10 +323,13 @@ class GPT(nnx.Module):
         return jnp.asarray(x, self.dtype)
 
     def logits(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
-        """Unnormalised log-probabilities of the token that follows each token."""
+        """Unnormalised log-probabilities of the token that follows each token; for a model of
+        scores, one score of each."""
+        if self.config.scores:
+            return self.score(hidden)
         logits: Any = (
             project_to_rows(hidden, self.embedding.embedding[...], jnp.float32)
-            if self.head is None
+            if self.config.tied_head
             else self.head(hidden)
         )
         cap = self.config.output_softcap

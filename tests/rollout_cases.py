@@ -240,3 +240,9 @@ DISTILLATIONS = {
     "few": dict(top_k=3, temperature=0.7, nll_weight=0.3),
 }
 """Settings of `distill` by name; top_k is 6 by default."""
+
+
+def reward_loss(rewards, *, centre=0.0):
+    """The mean loss of pairs, from float64 rewards [pairs, 2] of chosen and rejected answers."""
+    chosen, rejected = np.transpose(rewards)
+    return np.mean(np.log1p(np.exp(rejected - chosen)) + centre * (chosen + rejected) ** 2)

@@ -93,8 +93,9 @@ def gpt_weights(config: GPTConfig) -> dict[str, Weight]:
         names += [f"{x}_out_norm" for x in ("attention", "mlp") if norms != "before"]
         declared |= stacked(stack, layer | {f"{name}/scale": scale("width") for name in names})
     declared["norm/scale"] = scale("width")
-    if not config.tied_head:
-        declared["head/kernel"] = weight("width | vocab")
+    if config.head != "embedding":
+        outputs = "scores" if config.scores else "vocab"
+        declared[f"{config.head}/kernel"] = weight(f"width | {outputs}")
     return declared
 
 
@@ -102,6 +103,7 @@ def gpt_dims(config: GPTConfig) -> dict[str, int]:
     """Sizes of the dimensions of all weights, without the number of layers of each stack. A
     `Recurrence` has its own sizes."""
     sizes = {"width": config.width, "vocab": config.vocab_size}
+    sizes |= {"scores": 1} if config.scores else {}
     for mixer, feed_forward in stack_pairs(config).values():
         sizes |= MIXERS[mixer].sizes(config) | FEED_FORWARDS[feed_forward].sizes(config)
     return sizes

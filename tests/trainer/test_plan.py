@@ -353,13 +353,14 @@ def test_hugging_face_configs_of_other_shapes(tmp_path):
     assert (model.mlp_matrices, model.kv_heads, model.head_dim) == (2, 32, 128)
     outer = {"tie_word_embeddings": True, "text_config": {"model_type": "qwen2_5_vl_text"} | UNTIED}
     path.write_text(json.dumps(outer))
-    assert sizes_of(path).tied_head
+    assert sizes_of(path).head == "embedding"
     # As published: the rest is as transformers has it.
     few = {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10_240}
     text = few | {"model_type": "gemma3_text", "sliding_window": 1024}
     path.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     model = sizes_of(path)
-    assert (model.heads, model.kv_heads, model.head_dim, model.tied_head) == (8, 4, 256, True)
+    assert (model.heads, model.kv_heads, model.head_dim) == (8, 4, 256)
+    assert model.head == "embedding"
     assert model.elements / 1e9 == pytest.approx(3.88, rel=1e-3)
     nulls |= {"num_experts": None, "moe_intermediate_size": None, "sliding_window": None}
     path.write_text(json.dumps(QWEN | {"model_type": "qwen3_moe"} | nulls))
@@ -482,7 +483,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     assert config.model == dataclasses.replace(told, dtype="bfloat16")
     assert config.mesh.degrees == vars(found.frugal.degrees)
     assert model.is_gated == told.attention_gate
-    for name in ("head_dim", "tied_head", "qk_norm", "layer_mixers"):
+    for name in ("head_dim", "head", "qk_norm", "layer_mixers"):
         assert getattr(model, name) == getattr(told, name)
     if kind == "llama":
         # Flags change the model of a folder.

@@ -18,6 +18,7 @@ from trainer.gpt.objectives.distill import Distill
 from trainer.gpt.objectives.loss import RowLoss
 from trainer.gpt.objectives.policy import Policy
 from trainer.gpt.objectives.preference import Preference
+from trainer.gpt.objectives.reward import Reward
 from trainer.places import check_folder, check_on_disk
 from trainer.task import SampleOptions
 
@@ -196,6 +197,8 @@ class GPTTrainConfig(TrainConfig):
     """Policy gradients."""
     preference: Preference = field(default_factory=Preference)
     """Losses of pairs of answers."""
+    reward: Reward = field(default_factory=Reward)
+    """A reward model."""
     distill: Distill = field(default_factory=Distill)
     """Divergence from a teacher."""
 
@@ -207,10 +210,10 @@ class GPTTrainConfig(TrainConfig):
     taken."""
     seq_len: int
     """Number of tokens in a sequence."""
-    objective: Literal["next_token", "policy", "preference", "distill"] = "next_token"
+    objective: Literal["next_token", "policy", "preference", "reward", "distill"] = "next_token"
     """What is learned (docs/posttraining.md): to predict the next token; a "policy", from rollouts
-    with rewards; a "preference", from pairs of answers; or to "distill" a teacher, from its
-    log-probabilities. The settings of an objective begin with its name."""
+    with rewards; a "preference" or a "reward" model, from pairs of answers; or to "distill" a
+    teacher, from its log-probabilities. The settings of an objective begin with its name."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """Whether ZeRO 3 gathers the experts of a layer, or sends each token to the devices that have
     its experts. The default is what sends fewer bytes: to gather them, if sequences are long."""
@@ -255,6 +258,7 @@ class GPTTrainConfig(TrainConfig):
                 )
         if self.row_loss is not None:
             self.data.check_rollouts()
+        self._check_scores()
         longest = self.data.longest_document
         if longest is not None and longest >= self.seq_len:
             raise InputError(
@@ -268,6 +272,26 @@ class GPTTrainConfig(TrainConfig):
                 "--model.experts.balance-loss."
             )
         self.lora.check_targets(projections(gpt_weights(self.model)))
+
+    def _check_scores(self) -> None:
+        """Raises unless a model of scores, and nothing else, learns to reward."""
+        scores = self.model.scores
+        if scores != (self.objective == "reward"):
+            raise InputError(
+                "objective='reward' and model.scores need each other; got objective="
+                f"{self.objective!r}, scores={scores}. Use --objective reward for a reward model, "
+                "and another model for anything else."
+            )
+        if scores and self.sample.length:
+            raise InputError(
+                "sample.length must be 0 for a reward model, which continues no text; got "
+                f"sample.length={self.sample.length}. Leave it out."
+            )
+        if scores and self.lora.rank is not None:
+            raise InputError(
+                "A reward model has a new head, which adapters would freeze; got objective="
+                f"'reward', lora.rank={self.lora.rank}. Leave out --lora.rank, or use --frozen."
+            )
 
     @property
     def row_losses(self) -> dict[str, RowLoss]:

@@ -33,7 +33,7 @@ class NextToken(Objective):
 
     def __init__(self, config: GPTTrainConfig) -> None:
         self._config = config
-        self.head = "embedding" if config.model.tied_head else "head"
+        self.head = config.model.head
         self.flops_per_token = self.sizes.flops_per_token(config.seq_len)
 
     def flops_at(self, length: int) -> float:

@@ -39,6 +39,11 @@ def sample_text(
     run_dir: Path, config: GPTTrainConfig, options: TextOptions, mesh: Mesh, session: Session
 ) -> None:
     """Continues a prompt with the model of a run, and prints the text as it is generated."""
+    if config.model.scores:
+        raise InputError(
+            f"sample.py continues text; got {str(run_dir)!r}, the run of a reward model. Use "
+            "score.py."
+        )
     sampling = Sampling(
         temperature=options.temperature,
         top_k=options.top_k,

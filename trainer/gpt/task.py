@@ -16,6 +16,7 @@ from trainer.gpt.pretrained.defaults import (
     with_beginning,
     with_ending,
     with_model_of,
+    with_scores,
     with_tokenizer,
     with_vocabulary,
 )
@@ -43,6 +44,8 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         folder = flag("--init-from")
         if folder is not None:
             config = with_model_of(Path(folder), config)
+        if flag("--objective") == "reward":
+            config = with_scores(config)
         return with_rate_of_adapters(config, flag)
 
     def after_flags(

@@ -134,6 +134,7 @@ class AbstractStep:
         of_stacks = _layers(shapes.weights, stacks)
         layers = {stack: jax.tree.leaves(x)[0].shape[0] for stack, x in of_stacks.items()}
         model = dataclasses.replace(objective.sizes, causal=objective.causal)
+        words = model.sizes.get("vocab", shapes.outputs[-1])
         return StepSizes(
             model=model,
             degrees=degrees,
@@ -173,7 +174,7 @@ class AbstractStep:
             vocabularies={
                 name: (whole[name] - fixed.get(name, 0), LOSS if name == objective.head else LAYER)
                 for name in trained
-                if name not in stacks and _is_vocabulary(trained[name], shapes.outputs[-1])
+                if name not in stacks and _is_vocabulary(trained[name], words)
             },
         )
 
@@ -277,8 +278,8 @@ class _NoLinear:
         return x
 
 
-def _is_vocabulary(weights: Any, outputs: int) -> bool:
-    """Whether weights outside of the layers are a large embedding or head, with a row per output.
-    One with fewer outputs than channels is smaller than a kernel of a layer, and is left out."""
+def _is_vocabulary(weights: Any, words: int) -> bool:
+    """Whether weights outside of the layers are a large embedding or head, with a row per word. One
+    with fewer words than channels is smaller than a kernel of a layer, and is left out."""
     (shape, *_) = (x.shape for x in jax.tree.leaves(weights))
-    return len(shape) == 2 and outputs in shape and outputs == max(shape)
+    return len(shape) == 2 and words in shape and words == max(shape)

@@ -30,8 +30,8 @@ def sizes_of_gpt(
         recurrences=recurrences_of(model),
         feed_forwards=model.feed_forwards,
         top_k=model.experts.top_k if has_experts else 0,
-        outputs=model.vocab_size,
-        tied_head=model.tied_head,
+        outputs=1 if model.scores else model.vocab_size,
+        head=model.head,
         windows=shortest(model.layer_windows if windows is None else windows),
         **fields,
     )

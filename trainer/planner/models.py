@@ -261,8 +261,8 @@ class ModelSizes:
     gathering the experts of a layer."""
     outputs: int
     """Numbers for each token: size of the vocabulary, or values of a patch."""
-    tied_head: bool = False
-    """True if the embedding also serves as the output projection."""
+    head: str = "head"
+    """Name of the part of the model that makes its outputs; "embedding" if that serves as both."""
     text_tokens: int = 0
     """Tokens of a text that every layer attends to; 0 for models without texts."""
     image_tokens: int = 0
@@ -456,7 +456,7 @@ class ModelSizes:
         def active(layer_kind: LayerKind) -> Callable[[str, Weight], Any]:
             return lambda path, x: layer_kind.has(path) and x.projects and layer_kind.of_token(x)
 
-        projections_outside = {"embedding" if self.tied_head else "head"}
+        projections_outside = {self.head}
         projections_outside |= {"patches"} if self.takes_values else set()
         trained = {path.partition("/")[0] for path in self.weights if path not in names}
         return FrozenShares(

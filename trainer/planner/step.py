@@ -409,11 +409,15 @@ def _moved_elements(call: Call, settings: Settings) -> np.ndarray:
 def _vocabularies(call: Call) -> Mapping[str, tuple[Any, str]]:
     """The large weights outside of the layers."""
     model = call.model
-    if model.takes_values or model.outputs <= model.width:
+    words, frozen = model.sizes.get("vocab", model.outputs), model.frozen
+    if model.takes_values or words <= model.width:
         return {}
-    phases = {"embedding": LOSS} if model.tied_head else {"embedding": LAYER, "head": LOSS}
-    frozen, size = model.frozen, model.outputs * model.width
-    return {name: (size, x) for name, x in phases.items() if not getattr(frozen, name)}
+    phases = {"embedding": LAYER}
+    if words == model.outputs:
+        phases[model.head] = LOSS
+    return {
+        name: (words * model.width, x) for name, x in phases.items() if not getattr(frozen, name)
+    }
 
 
 def _part(share: float, elements: np.ndarray) -> np.ndarray:

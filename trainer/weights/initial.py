@@ -33,12 +33,17 @@ class TensorWeights(InitialWeights):
     places: Mapping[str, Place]
     """Place of each weight of the model, by path."""
     description: str
+    absent: tuple[str, ...] = ()
+    """Paths of the weights that the files do not have, which are 0 at first."""
 
     def read(self, weights: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Shaped[Array, "..."]]:
         """Reads each device's own slices from the files. All processes must call it."""
 
         def read_one(path: tuple[Any, ...], weight: Any) -> Array:
-            place = self.places[path_name(path)]
+            name = path_name(path)
+            if name in self.absent:
+                return jnp.zeros(weight.shape, weight.dtype, device=weight.sharding)
+            place = self.places[name]
 
             def part(index: Any) -> Shaped[np.ndarray, "..."]:
                 return self._part(place, index, weight.dtype)

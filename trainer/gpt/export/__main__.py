@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = export_run(config=config, note=say, **vars(options))
     files = "1 file" if done.files == 1 else f"{done.files} files"
     what, loads = "the model", "transformers.AutoModelForCausalLM"
+    if config.model.scores:
+        what, loads = "the reward model", "transformers.AutoModelForSequenceClassification"
     if config.has_adapters and not options.merge:
         what, loads = "the adapters", "peft.AutoPeftModelForCausalLM"
     say(f"{options.out}: {what} after step {done.step}, in {done.dtype}, in {files}")

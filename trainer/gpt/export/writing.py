@@ -25,14 +25,19 @@ from trainer.gpt.lora import (
     peft_tensors,
 )
 from trainer.gpt.objective import NextToken
-from trainer.gpt.pretrained.config_json import describe
+from trainer.gpt.pretrained.config_json import describe, text_values
 from trainer.gpt.pretrained.defaults import (
     TEMPLATES_FOLDER,
     eos_of,
     files_of_tokenizer,
     kept_folder,
 )
-from trainer.gpt.pretrained.families.table import family_of, rotary_values, to_values
+from trainer.gpt.pretrained.families.table import (
+    family_of,
+    rotary_values,
+    score_values,
+    to_values,
+)
 from trainer.gpt.pretrained.initial import GENERATION, copy_file, kept_files, open_pretrained
 from trainer.gpt.pretrained.plain import plain, without_rope
 from trainer.gpt.pretrained.rope import ROPE, rope_length
@@ -108,6 +113,14 @@ def export_run(
     generation = _with_stops(read_stops(run_dir), ends, beside)
     if generation and not apart:
         described["eos_token_id"] = generation["eos_token_id"]
+    pad = described.get("pad_token_id")
+    stops = *read_stops(run_dir), *ends, config.data.end_of_document
+    if config.model.scores and pad is not None and pad in stops:
+        described["pad_token_id"] = None
+        note(
+            f"{CONFIG} has no pad_token_id: answers end with the token {pad}, which transformers "
+            "would take for padding, and score the token before it"
+        )
     shapes = shapes_on_host(NextToken(config))
     weights, restored_step = restore_model(
         run_dir, config, shapes, step=step, only_trained=apart, note=note
@@ -208,6 +221,8 @@ def config_values(
 ) -> dict[str, Any]:
     """The config.json of a run: its pretrained model's, with the changes of the run."""
     model = config.model
+    if values is not None and model.scores:
+        values = {**values, **score_values(text_values(values, CONFIG)["model_type"])}
     if values is None:
         exported = to_values(model, length=config.seq_len, dtype=dtype)
     else:

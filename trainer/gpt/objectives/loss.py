@@ -23,6 +23,9 @@ class RowLoss(ABC):
     form: ClassVar[Literal["rollouts", "pairs"]] = "rollouts"
     """What the records of the data are. Of pairs, the documents of a row are chosen and rejected
     answers in turn, from a chosen one on."""
+    counts: ClassVar[Literal["targets", "ends"]] = "targets"
+    """What counts of an answer in a pair: its tokens as targets, or its last token alone, which is
+    read then, for its score."""
     holds_out: ClassVar[bool] = True
     """True if a fraction of the data is held out to evaluate with."""
 
@@ -50,7 +53,8 @@ class RowLoss(ABC):
 
     @abstractmethod
     def numbers(self, logits: Any, batch: Any) -> Any:
-        """Float32 [B T n] of logits, float32 [B T vocab]."""
+        """Float32 [B T n] of logits, float32 [B T vocab]; or of scores, float32 [B T 1], if the
+        model gives these."""
 
     @abstractmethod
     def losses(

@@ -15,7 +15,12 @@ from typing import Any
 from models.config import GPTConfig
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
-from trainer.gpt.pretrained.families.table import FAMILIES, MULTIMODAL, TEXT_PARTS
+from trainer.gpt.pretrained.families.table import (
+    FAMILIES,
+    MULTIMODAL,
+    TEXT_PARTS,
+    scoring_class,
+)
 from trainer.gpt.pretrained.plain import plain
 from trainer.gpt.pretrained.rope import KEYS_OF_IMAGES, NESTED, OUTER_LENGTH, SCALING, SHARE, THETA
 from trainer.gpt.pretrained.values import (
@@ -136,6 +141,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     model = replace(
         model,
+        scores=_has_scores(values, family.architecture, name),
         norm_eps=read.values["rms_norm_eps"],
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
         **family.forward(read, values, model),
@@ -145,6 +151,21 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     rope = replace(simple.rope, stretches=model.rope.stretches)
     length = read.values["max_position_embeddings"]
     return Description(family=model_type, model=replace(simple, rope=rope), length=length)
+
+
+def _has_scores(values: Mapping[str, Any], architecture: str, name: str) -> bool:
+    """Whether a model gives each sequence a score, and no words as those of `architecture`; raises
+    if it gives several."""
+    if values.get("architectures") in (None, [architecture]):
+        return False
+    labels = values.get("id2label")
+    found = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
+    if found != 1:
+        raise UnsupportedError(
+            "A model for the classification of sequences must have one label, the reward; got "
+            f"{found} in {name!r}. Use a reward model, or the model that it was made of."
+        )
+    return True
 
 
 def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -199,8 +220,9 @@ def _check_keys(values: Mapping[str, Any], model_type: str, idle: set[str], name
                 f"{value!r}, which may make it another model. Use another model; if transformers "
                 "takes no notice of the key, delete it from the file."
             )
-    if values.get("architectures") is not None:
-        require("architectures", values["architectures"], ([family.architecture],), name)
+    if values.get("architectures") not in (None, [family.architecture]):
+        classes = filter(None, (family.architecture, scoring_class(model_type)))
+        require("architectures", values["architectures"], [[x] for x in classes], name)
     for key in WHOLE:
         if key in keys and values.get(key) is not None:
             ConfigValues(values, name).number(key)

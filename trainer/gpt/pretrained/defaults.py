@@ -13,7 +13,7 @@ from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.data.opening import read_object
 from trainer.gpt.chat.forms import has_examples, has_rollouts
-from trainer.gpt.config import TOKENIZER, GPTTrainConfig
+from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextSampleConfig
 from trainer.gpt.pretrained.values import CONFIG
 from trainer.run.folder import KEPT_FOLDER
 from trainer.run.settings import CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -48,6 +48,7 @@ def pretrained(folder: Path) -> GPTTrainConfig:
     described = read_description(folder)
     return GPTTrainConfig(
         model=described.model,
+        objective="reward" if described.model.scores else "next_token",
         optimizer=OptimizerConfig(learning_rate=1e-5),
         init_from=folder,
         steps=1000,
@@ -68,7 +69,22 @@ def with_model_of(folder: Path, config: GPTTrainConfig) -> GPTTrainConfig:
         # Files of tokens name no tokenizer: what ends their documents stays.
         end = None if has_examples(data) else data.end_of_document
         data = replace(data, tokenizer=None, begin_of_document=None, end_of_document=end)
-    return replace(config, model=read_description(folder).model, init_from=folder, data=data)
+    model, objective = read_description(folder).model, config.objective
+    if model.scores:
+        config, objective = with_scores(config), "reward"
+    elif objective == "reward":
+        model = replace(model, scores=True)
+    return replace(config, model=model, objective=objective, init_from=folder, data=data)
+
+
+def with_scores(config: GPTTrainConfig) -> GPTTrainConfig:
+    """A config of a reward model, which continues no texts."""
+    return replace(
+        config,
+        objective="reward",
+        model=replace(config.model, scores=True),
+        sample=TextSampleConfig(),
+    )
 
 
 def with_tokenizer(config: GPTTrainConfig, *, by_user: bool = True) -> GPTTrainConfig:

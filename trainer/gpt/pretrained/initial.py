@@ -19,7 +19,13 @@ from trainer.gpt.config import TOKENIZER, GPTTrainConfig
 from trainer.gpt.pretrained.config_json import read_description, text_values
 from trainer.gpt.pretrained.defaults import GENERATION, files_of_tokenizer
 from trainer.gpt.pretrained.families.table import FAMILIES
-from trainer.gpt.pretrained.tensors import IMAGES, name_of_text, part_of, places
+from trainer.gpt.pretrained.tensors import (
+    IMAGES,
+    name_of_text,
+    part_of,
+    part_of_scores,
+    places,
+)
 from trainer.gpt.pretrained.values import CONFIG
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import path_name
@@ -76,11 +82,17 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
     """The weights in the folder `config.init_from`, compared with the model."""
     folder = config.init_from
     assert folder is not None, "the caller asks for it"
-    described = read_description(folder)
-    with open_tensors(folder, name_of=name_of_text, part_of=part_of) as tensors:
+    described, model = read_description(folder), config.model
+    # A model of words that becomes one of scores has another head.
+    is_new = model.scores and not described.model.scores
+    parts = part_of_scores if is_new else part_of
+    with open_tensors(folder, name_of=name_of_text, part_of=parts) as tensors:
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         named = {path_name(path): tuple(x.shape) for path, x in leaves}
-        by_weight = dict(places(named, config.model, described.family))
+        by_weight = dict(places(named, model, described.family))
+        absent = [path for path in by_weight if is_new and path.partition("/")[0] == model.head]
+        for path in absent:
+            del by_weight[path]
         needed = {name: place.whole_shape for place in by_weight.values() for name in place.tensors}
         tensors = FAMILIES[described.family].adapt(tensors, needed)
         images = sum(tensors.left_out.get(prefix, 0) for prefix in IMAGES)
@@ -89,14 +101,16 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
                 "A model must be of text alone, or --init-text-only must say that its text model "
                 f"is taken alone; got {str(folder)!r} with {images} tensors for images. Add it."
             )
-        tensors.check(needed, tied=TIED if config.model.tied_head else {})
+        tensors.check(needed, tied=TIED if model.tied_head and not model.scores else {})
         begin = config.data.begin_of_document
-        remark = check_tokenizer_of_model(folder / TOKENIZER, config.model.vocab_size, begin)
+        remark = check_tokenizer_of_model(folder / TOKENIZER, model.vocab_size, begin)
         size = sum(jnp.dtype(x.dtype).itemsize * x.size for _, x in leaves)
         dtype = jnp.dtype(max((x for _, x in leaves), key=lambda x: x.size).dtype)
         left_out = longer = ""
         for prefix, count in tensors.left_out.items():
             left_out += f"; without {count} tensors {prefix}*, which are no part of the text model"
+        if absent:
+            left_out += f"; {', '.join(absent)} is new, and 0 at first"
         if config.seq_len > described.length:
             longer = (
                 f"; it is made for sequences of {described.length:,} tokens, and seq_len is "
@@ -105,6 +119,7 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
         yield Pretrained(
             tensors=tensors,
             places=by_weight,
+            absent=tuple(absent),
             description=f"initial weights: {folder}, a model of kind {described.family} with "
             f"{len(needed)} tensors of {tensors.kinds}, {size / 2**30:.2f} GiB in {dtype}{left_out}"
             f"{longer}{remark}",

@@ -88,6 +88,12 @@ def part_of(name: str) -> str | None:
     return next((prefix for prefix in OTHER_PARTS if name.startswith(prefix)), None)
 
 
+def part_of_scores(name: str) -> str | None:
+    """`part_of` for a model of scores, to which the head that predicts tokens is another part."""
+    head = "lm_head."
+    return head if name_of_text(name).startswith(head) else part_of(name)
+
+
 def name_of_text(name: str) -> str:
     """The name of a tensor of a text model, as in a folder of the text model alone."""
     for prefix, alone in PREFIXES_OF_TEXT.items():

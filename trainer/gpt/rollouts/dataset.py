@@ -98,7 +98,8 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
             fraction = 0.0
         read = None
         if form_name == "pairs":
-            reader = _pair_reader(config, found.files, references=bool(arrays))
+            ends = loss is not None and loss.counts == "ends"
+            reader = _pair_reader(config, found.files, references=bool(arrays), ends=ends)
             form, read = replace(form, pairs=reader.digest), reader.read
         stored = store_rollouts(parts, form, data.cache or cache, fraction, read)
         _check_lengths(stored.parts, found.files.name, fraction)
@@ -106,7 +107,9 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
     return tuple(opened)
 
 
-def _pair_reader(config: GPTTrainConfig, files: Files, *, references: bool) -> PairReader:
+def _pair_reader(
+    config: GPTTrainConfig, files: Files, *, references: bool, ends: bool
+) -> PairReader:
     """Turns the pairs of files into tokens."""
     data = config.data
     check_bytes(data, config.model.vocab_size)
@@ -114,7 +117,11 @@ def _pair_reader(config: GPTTrainConfig, files: Files, *, references: bool) -> P
     if data.tokenizer is not None:
         template = ChatTemplate.find(data.tokenizer, data.chat_template)
     return PairReader(
-        tokenizer=tokenizer, template=template, kind=files.kind, references=references
+        tokenizer=tokenizer,
+        template=template,
+        kind=files.kind,
+        references=references,
+        ends=ends,
     )
 
 

@@ -20,7 +20,7 @@ from trainer.gpt.chat.forms import of_sharegpt
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.encoding import TextTokenizer
 from trainer.gpt.objectives.preference import REFERENCES
-from trainer.gpt.rollouts.records import Rollout, checked_fields
+from trainer.gpt.rollouts.records import NO_TARGET, Rollout, checked_fields
 from trainer.printable import shortened
 
 ANSWERS = ("chosen", "rejected")
@@ -41,12 +41,15 @@ class PairReader:
     """Kind of the files."""
     references: bool
     """Whether every pair must have the log-probabilities of a reference."""
+    ends: bool = False
+    """Whether the last token of each answer alone counts, which is read then, for its score; else
+    answers count as targets."""
 
     @property
     def digest(self) -> str:
         """A hash of what decides the tokens of pairs."""
         template = None if self.template is None else self.template.digest
-        values = [self.tokenizer.digest, self.tokenizer.end_of_document, template]
+        values = [self.tokenizer.digest, self.tokenizer.end_of_document, template, self.ends]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
     def read(self, records: Iterable[Record]) -> Iterator[tuple[Record, Rollout]]:
@@ -104,8 +107,13 @@ class PairReader:
                 )
             # What follows the last token that counts is left out.
             n = int(np.flatnonzero(counted)[-1])
-            documents.append(tokens[: n + 1].astype(np.int32))
-            weights.append((counted[1 : n + 1] != 0).astype(np.float32))
+            whole = tokens[: n + 1].astype(np.int32)
+            if self.ends:
+                documents.append(np.append(whole, np.int32(NO_TARGET)))
+                weights.append((np.arange(n + 1) == n).astype(np.float32))
+            else:
+                documents.append(whole)
+                weights.append((counted[1 : n + 1] != 0).astype(np.float32))
         sizes = [len(x) for x in weights]
         for name in REFERENCES:
             value = real(record.fields.get(name))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from models.checks import check_minimum, check_range
+from startrail_jax.errors import InputError
 from trainer.gpt.config import GPTTrainConfig
 from trainer.task import SampleOptions
 
@@ -69,3 +70,15 @@ class ScoreOptions(SampleOptions):
         for name in ("top_k", "step", "seq_len", "batch_size", "tile"):
             check_minimum(name, getattr(self, name), 0 if name == "step" else 1)
         check_range("temperature", self.temperature, "above 0 and finite")
+
+    def check(self, *, rewards: bool) -> None:
+        """Raises if an option has no meaning for a reward model, which gives no probabilities."""
+        if not rewards:
+            return
+        names = ("key", "entropy", "top_k", "temperature")
+        given = {x: getattr(self, x) for x in names if getattr(self, x) != getattr(type(self), x)}
+        if given:
+            raise InputError(
+                "A reward model gives rewards, and no probabilities; got "
+                f"{', '.join(f'{name}={x!r}' for name, x in given.items())}. Leave these out."
+            )

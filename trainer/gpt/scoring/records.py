@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document, Record, check_unicode, read_records
@@ -25,6 +25,9 @@ from trainer.gpt.rollouts.records import NO_TARGET, TOKENS, read_rollout
 from trainer.gpt.scoring.options import ScoreOptions
 from trainer.gpt.tokenizer import text_tokenizer
 
+REWARD, REWARDS = "reward", ("chosen_reward", "rejected_reward")
+"""The keys of a reward: of a record, and of both answers of a pair."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoredRecord:
@@ -38,7 +41,7 @@ class ScoredRecord:
     length: int
     """Number of its tokens, and of the entries of its lists."""
     is_pair: bool = False
-    """Whether it has two answers, whose sums of log-probabilities are written."""
+    """Whether it has two answers, of which sums of log-probabilities, or rewards, are written."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,10 +53,19 @@ class RecordReader:
     data: DataConfig
     """The settings of the data of the model."""
     vocab_size: int
+    rewards: bool
+    """Whether the model gives rewards: then the last token that counts is read, and it alone
+    counts."""
 
     @classmethod
     def of(
-        cls, path: Path, options: ScoreOptions, data: DataConfig, vocab_size: int
+        cls,
+        path: Path,
+        options: ScoreOptions,
+        data: DataConfig,
+        vocab_size: int,
+        *,
+        rewards: bool = False,
     ) -> RecordReader:
         """Reads nothing but the names of files."""
         files = find_files(path, "DATA")
@@ -65,7 +77,7 @@ class RecordReader:
         if options.tokenizer != data.tokenizer:  # The ids of another mean nothing in it.
             data = replace(data, begin_of_document=None, end_of_document=None)
         data = replace(data, tokenizer=options.tokenizer)
-        return cls(files=files, options=options, data=data, vocab_size=vocab_size)
+        return cls(files=files, options=options, data=data, vocab_size=vocab_size, rewards=rewards)
 
     def read(self, on_read: Callable[[int], None]) -> Iterator[ScoredRecord]:
         """The records in order. `on_read` is told of every number of bytes read."""
@@ -82,17 +94,21 @@ class RecordReader:
 
     def _of(self, record: Record) -> ScoredRecord:
         options = self.options
-        if written := [x for x in (options.key, *REFERENCES) if x in record.fields]:
+        keys = (REWARD, *REWARDS) if self.rewards else (options.key, *REFERENCES)
+        if written := [x for x in keys if x in record.fields]:
+            another = "" if self.rewards else "Give another --key, or remove it."
             raise InputError(
                 f"A record must not have the key that is written; got {written[0]} in "
-                f"{record.place!r}. Give another --key, or remove it."
+                f"{record.place!r}. {another or 'Remove it.'}"
             )
         ignored = {x: record.fields[x] for x in options.ignored_keys if x in record.fields}
         fields = {key: x for key, x in record.fields.items() if key not in ignored}
         plain = replace(record, fields=fields)
         if TOKENS in fields:
             rollout = read_rollout(plain, self.vocab_size)
-            return _scored(record, record.fields, rollout.tokens, rollout.targets, rollout.weights)
+            return self._scored(
+                record, record.fields, rollout.tokens, rollout.targets, rollout.weights
+            )
         if self.data.tokenizer is None and not 256 <= self.vocab_size <= MOST_FOR_BYTES:
             raise InputError(
                 "A record must have tokens, or text that a tokenizer turns into these; got "
@@ -115,11 +131,12 @@ class RecordReader:
             template=template,
             kind=self.files.kind,
             references=False,
+            ends=self.rewards,
         )
 
     def _of_pair(self, record: Record) -> ScoredRecord:
         options = self.options
-        if options.entropy or options.top_k or options.key != "ref_logprobs":
+        if not self.rewards and (options.entropy or options.top_k or options.key != "ref_logprobs"):
             raise InputError(
                 f"Of pairs, {' and '.join(REFERENCES)} are written; got entropy={options.entropy}, "
                 f"top_k={options.top_k}, key={options.key!r}. Leave these out."
@@ -146,15 +163,35 @@ class RecordReader:
         weights = np.append(counted[1:], 0).astype(float)
         fields = {TOKENS: tokens.tolist(), "weights": weights.tolist()}
         targets = np.append(tokens[1:], np.int32(NO_TARGET))
-        return _scored(record, fields, tokens, targets, weights)
+        return self._scored(record, fields, tokens, targets, weights)
+
+    def _scored(
+        self, record: Record, fields: dict[str, Any], tokens: Any, targets: Any, weights: Any
+    ) -> ScoredRecord:
+        n = _length((weights > 0) if self.rewards else (targets != NO_TARGET))
+        example = TokenExample(tokens[:n], targets[:n], np.asarray(weights[:n], np.float32))
+        if self.rewards:
+            if not n:
+                raise InputError(
+                    "A record must have a token that counts, the last of which gets the reward; "
+                    f"got none in {record.place!r}. Mend or remove the line."
+                )
+            read = np.append(tokens[:n], targets[n - 1])
+            is_last = np.arange(n + 1) == n
+            example = TokenExample(read, np.full_like(read, NO_TARGET), is_last.astype(np.float32))
+        return ScoredRecord(place=record.place, fields=fields, example=example, length=len(tokens))
 
 
-def _scored(
-    record: Record, fields: dict[str, Any], tokens: Any, targets: Any, weights: Any
-) -> ScoredRecord:
-    n = int(np.flatnonzero(targets != NO_TARGET)[-1]) + 1 if (targets != NO_TARGET).any() else 0
-    example = TokenExample(tokens[:n], targets[:n], np.asarray(weights[:n], np.float32))
-    return ScoredRecord(place=record.place, fields=fields, example=example, length=len(tokens))
+def _length(counted: Bool[np.ndarray, " n"]) -> int:
+    """Number of entries up to the last that counts."""
+    return int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 0
+
+
+def with_rewards(record: ScoredRecord, scores: Float32[np.ndarray, "n one"]) -> dict[str, Any]:
+    """The line of a record with the scores of the tokens that count."""
+    found = _digits(scores[record.example.weights > 0, 0])
+    names = REWARDS if record.is_pair else (REWARD,)
+    return {**record.fields, **dict(zip(names, found, strict=True))}
 
 
 def with_scores(

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from trainer.gpt.objective import NextToken
 from trainer.gpt.objectives.logprobs import logprobs_and_entropy
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.scoring.options import ScoreOptions
-from trainer.gpt.scoring.records import RecordReader, ScoredRecord, with_scores
-from trainer.gpt.scoring.summary import Summary
+from trainer.gpt.scoring.records import RecordReader, ScoredRecord, with_rewards, with_scores
+from trainer.gpt.scoring.summary import Rewards, Summary
 from trainer.parallel.checks import make_attention
 from trainer.parallel.step import Program
 from trainer.session import Session
@@ -40,7 +41,7 @@ from trainer.weights.adapters import restore_model
 
 class _Scores(NextToken):
     """The log-probability of each target, the entropy, and the ids and log-probabilities of the
-    likeliest tokens."""
+    likeliest tokens; or the score of each token, if the model gives these."""
 
     of_rows = True
 
@@ -51,7 +52,10 @@ class _Scores(NextToken):
     def numbers(
         self, model: GPT, hidden: Float[Array, "B T width"], batch: TokenBatch
     ) -> Float32[Array, "B T n"]:
-        logits = model.logits(hidden) / self._options.temperature
+        logits = model.logits(hidden)
+        if self._config.model.scores:
+            return logits
+        logits /= self._options.temperature
         found: Any = [logprobs_and_entropy(logits, jnp.asarray(batch.targets))]
         if self._options.top_k is not None:
             highest, ids = lax.top_k(jax.nn.log_softmax(logits), self._options.top_k)
@@ -65,7 +69,7 @@ def config_to_score(config: GPTTrainConfig, options: ScoreOptions, data: int) ->
     return replace(
         config,
         model=model,
-        objective="next_token",
+        objective="reward" if model.scores else "next_token",
         **{name: type(loss)() for name, loss in config.row_losses.items()},
         seq_len=options.seq_len,
         batch_size=options.batch_size or data,
@@ -107,17 +111,21 @@ def score_file(
             f"OUT must be a file that does not exist yet; got {str(out)!r}. Give another, or "
             "delete it."
         )
+    options.check(rewards=config.model.scores)
     if options.top_k is not None and options.top_k > config.model.vocab_size:
         raise InputError(
             f"top_k must be at most model.vocab_size; got top_k={options.top_k}, vocab_size="
             f"{config.model.vocab_size}. Use a smaller --top-k."
         )
-    records = RecordReader.of(data, options, config.data, config.model.vocab_size)
+    rewards = config.model.scores
+    records = RecordReader.of(data, options, config.data, config.model.vocab_size, rewards=rewards)
     scored = config_to_score(config, options, mesh.shape["data"])
     objective = _Scores(scored, options)
     program = Program(scored, make_attention(mesh, scored, objective), objective)
     weights = _weights(source, config, program.state_shapes.model, options, session)
-    summary, part = Summary(), out.with_name(f".{out.name}.part-{secrets.token_hex(4)}")
+    summary = Rewards() if rewards else Summary()
+    line_of = with_rewards if rewards else partial(with_scores, options=options)
+    part = out.with_name(f".{out.name}.part-{secrets.token_hex(4)}")
     files = records.files
     size = sum(path.stat().st_size for path in files.paths.values())
     try:
@@ -125,8 +133,9 @@ def score_file(
             with open(part if session.is_first else os.devnull, "w", encoding="utf-8") as file:
                 for record, scores in _scored(records.read(advance), program, weights):
                     summary.add(record, scores[:, 0])
-                    line = with_scores(record, scores, options) if session.is_first else {}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    if session.is_first:
+                        line = line_of(record, scores)
+                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
             if session.is_first:
                 durable.flush(part)
                 durable.rename(part, out)

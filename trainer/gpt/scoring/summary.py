@@ -19,6 +19,40 @@ CLOSE = (0.9, 1.1)
 
 
 @dataclass
+class Rewards:
+    """What is said at the end of the rewards of records."""
+
+    records: int = 0
+    total: float = 0.0
+    pairs: int = 0
+    margins: float = 0.0
+    """Sum of the differences between chosen and rejected answers."""
+    right: int = 0
+    """Number of pairs whose chosen answer has the higher reward."""
+
+    def add(self, record: ScoredRecord, scores: Float32[np.ndarray, " n"]) -> None:
+        """Counts the rewards of a record."""
+        found = scores[record.example.weights > 0].astype(np.float64)
+        if record.is_pair:
+            self.pairs += 1
+            self.margins += float(found[0] - found[1])
+            self.right += int(found[0] > found[1])
+        else:
+            self.records += 1
+            self.total += float(found[0])
+
+    def lines(self) -> Iterator[str]:
+        """The lines to print."""
+        if self.records:
+            yield f"{self.records:,} records, mean reward {self.total / self.records:.6g}"
+        if self.pairs:
+            yield (
+                f"{self.pairs:,} pairs, mean margin {self.margins / self.pairs:.6g}, "
+                f"{self.right / self.pairs:.2%} with the higher reward for the chosen answer"
+            )
+
+
+@dataclass
 class Summary:
     """What is said at the end, of all tokens that count."""
 

@@ -44,6 +44,7 @@ OF_MODEL: Mapping[str, tuple[str, Groups]] = {
     "embedding/embedding": ("model.embed_tokens.weight", IN_BOTH),
     "norm/scale": ("model.norm.weight", AS_IT_IS),
     "head/kernel": ("lm_head.weight", TRANSPOSED),
+    "score/kernel": ("score.weight", TRANSPOSED),
 }
 """Weight -> tensor, outside of the layers."""
 OF_LAYER: Mapping[str, tuple[str, Groups]] = {

@@ -84,6 +84,34 @@ TEXT_PARTS = {"qwen3_vl": "qwen3_vl_text"}
 family."""
 
 
+SCORING: dict[str, str | None] = {
+    "gemma3_text": "Gemma3TextForSequenceClassification",
+    "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
+    **dict.fromkeys(("olmoe", "qwen3_5_moe_text", "olmo_hybrid")),
+}
+"""`model_type` -> the class of transformers that gives sequences scores, if its name is not that of
+the family with another ending; None where there is none."""
+
+
+def scoring_class(model_type: str) -> str | None:
+    """The class of transformers that gives sequences scores, of models of a family."""
+    name = FAMILIES[model_type].architecture
+    return SCORING.get(model_type, name.replace("ForCausalLM", "ForSequenceClassification"))
+
+
+def score_values(model_type: str) -> dict[str, Any]:
+    """What the config.json of a model of scores has in place of what that of others has."""
+    name = scoring_class(model_type)
+    if name is None:
+        raise UnsupportedError(
+            "A reward model is exported as a class for the classification of sequences; got a "
+            f"model of kind {model_type}, for which transformers has none. Use score.py with the "
+            "folder of the run."
+        )
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [name], **labels}
+
+
 def family_of(model: GPTConfig) -> str:
     """The `model_type` of a model."""
     simple = plain(model)
@@ -108,4 +136,5 @@ def rotary_values(model: GPTConfig) -> dict[str, Any]:
 def to_values(model: GPTConfig, *, length: int, dtype: str) -> dict[str, Any]:
     """The values of a config.json: `describe` gives the model again."""
     model_type = family_of(model)
-    return FAMILIES[model_type].values(model, model_type, length=length, dtype=dtype)
+    values = FAMILIES[model_type].values(model, model_type, length=length, dtype=dtype)
+    return values | (score_values(model_type) if model.scores else {})
