@@ -261,6 +261,7 @@ def test_a_model_learns_rewards_and_goes_through_a_folder(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "without 1 tensors lm_head.*" in said
     assert "score/kernel is new, and 0 at first" in said
+    assert "per pair" in said
     records = records_of(config.run_dir)
     assert abs(records[0]["train_loss"] - np.log(2)) < 1e-6  # All rewards are 0.
     assert records[29]["train_loss"] < 0.3

@@ -122,7 +122,8 @@ class TextDataset(Dataset):
     def of(cls, corpus: Corpus, **others: Any) -> TextDataset:
         """The data of a corpus, of which the other arguments make examples and batches."""
         same: dict[str, Any] = {x: getattr(corpus, x) for x in ("description", "digest", "tokens")}
-        return cls(corpus=corpus, loss_unit=f"nats/{corpus.unit}", **same | others)
+        same["loss_unit"] = f"nats/{corpus.unit}"
+        return cls(corpus=corpus, **same | others)
 
     def keep(self, run_dir: Path) -> None:
         keep_stops(run_dir, self.corpus.stops)

@@ -174,8 +174,11 @@ def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored
         tokens=stored.tokens,
         shown="held-out text" if "val" in parts else "text of the data",
     )
+    # A loss of rows has units of its own.
+    per = "token" if loss is None or not adds_to_one else loss.form.removesuffix("s")
     return TextDataset.of(
         corpus,
+        **({} if loss is None else {"loss_unit": f"per {per}"}),
         train=rows["train"],
         held_out=rows.get("val", []),
         documents=documents["train"] if config.whole_documents else None,
