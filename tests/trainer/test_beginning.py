@@ -22,7 +22,7 @@ from trainer.config import LoraConfig
 from trainer.data import slices
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.chat.corpus import open_examples
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, TextSampleConfig
 from trainer.gpt.corpus import open_corpora
 from trainer.gpt.pretrained import config_json
 from trainer.gpt.pretrained.defaults import ending_of, eos_of, with_model_of
@@ -259,6 +259,21 @@ def test_completions_end_where_the_model_stops(completions, tokenizer, tmp_path)
         (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": end}))
     (tmp_path / "tokenizer_config.json").unlink()
     assert ended(completions, init_from="") == 5
+
+
+def test_answers_of_pairs_end_where_the_model_stops(completions):
+    """As score.py ends them, which gives the log-probabilities of a reference."""
+    data = dataclasses.replace(completions.data, loss=None)
+    for name, of_answers in (("preference", True), ("reward", True), ("policy", False)):
+        model = dataclasses.replace(completions.model, scores=name == "reward")
+        options = {"objective": name, "model": model, "sample": TextSampleConfig(), "data": data}
+        config = dataclasses.replace(completions, **options)
+        assert ended(config, init_from="") == (OTHER if of_answers else None)
+    # A run that an import has begun says nothing of answers.
+    imported = dataclasses.replace(data, tokenizer=completions.init_from / "tokenizer.json")
+    config = dataclasses.replace(completions, objective="preference", data=imported)
+    assert ended(config) is None
+    assert ended(config, objective="preference") == OTHER
 
 
 def test_config_of_a_run_says_how_completions_end(completions, tokenizer):

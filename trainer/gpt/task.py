@@ -57,7 +57,8 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         config = with_tokenizer(config, by_user=chosen)
         if chosen and flag("--model.vocab-size") is None:
             config = with_vocabulary(config)
-        is_new = flag("--data.loss") is not None and config.data.end_of_document is None
+        asks = any(flag(name) is not None for name in ("--data.loss", "--objective"))
+        is_new = asks and config.data.end_of_document is None
         # Without the flag, the pretrained model is from the config.json of a run too.
         of_run = not chosen and (inherited or flag("--init-from") is None)
         by_user = flag("--data.begin-of-document") is not None

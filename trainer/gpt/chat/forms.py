@@ -47,6 +47,12 @@ def has_examples(config: DataConfig) -> bool:
     return of_paths[first]
 
 
+def has_answers(config: GPTTrainConfig) -> bool:
+    """Whether data are conversations, completions, or pairs of answers."""
+    loss = config.row_loss
+    return has_examples(config.data) if loss is None else loss.form == "pairs"
+
+
 def has_rollouts(config: GPTTrainConfig) -> bool:
     """Whether data are rollouts: for an objective that learns from these, or as the first record of
     the first path has tokens, and no text."""

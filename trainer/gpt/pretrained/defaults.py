@@ -12,7 +12,7 @@ from typing import Any
 from startrail_jax.errors import InputError
 from trainer.config import OptimizerConfig
 from trainer.data.opening import read_object
-from trainer.gpt.chat.forms import has_examples, has_rollouts
+from trainer.gpt.chat.forms import has_answers, has_examples, has_rollouts
 from trainer.gpt.config import TOKENIZER, GPTTrainConfig, TextSampleConfig
 from trainer.gpt.pretrained.values import CONFIG
 from trainer.run.folder import KEPT_FOLDER
@@ -150,7 +150,7 @@ def with_ending(
     unless the token at the end of documents is given or inherited. Other programs stop the model at
     that token only."""
     folder, tokenizer = config.init_from, config.data.tokenizer
-    if folder is None or by_user or inherited or not has_examples(config.data):
+    if folder is None or by_user or inherited or not has_answers(config):
         return config
     if tokenizer is None:
         # The config.json of a model of bytes may name an id that is beyond them.
