@@ -152,19 +152,23 @@ def _compute(config, tokens, scheme):
     compiled = jax.jit(run).lower(weights, batch).compile(options(program))
     (loss, gradients), logits = compiled(weights, batch)
     found = {"loss": np.asarray(loss), "logits": layout.unpermute(np.asarray(logits))}
+    return found, tensors_of(gradients, places)
+
+
+def tensors_of(weights, places):
+    """What is given for each weight, by the names of a pretrained model's tensors."""
     arrays = {
-        path_name(path): np.asarray(gradient)
-        for path, gradient in jax.tree_util.tree_leaves_with_path(gradients)
+        path_name(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(weights)
     }
-    gradients = {}
+    tensors = {}
     for name, parts in by_tensor(places).items():
         rows = [
             places[path].to_tensor(places[path].weight_of(arrays[path], number))
             for path, number in parts
         ]
         share = places[parts[0][0]].share
-        gradients[name] = rows[0] if share is None else share.joined(rows)
-    return found, gradients
+        tensors[name] = rows[0] if share is None else share.joined(rows)
+    return tensors
 
 
 def compare(found, reference):
