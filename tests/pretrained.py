@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,21 @@ def make_config(folder, **changes):
     data = dataclasses.replace(config.data, mask_documents=False)
     has_images = read_object(folder / "config.json").get("model_type") in MULTIMODAL
     options = dict(batch_size=2, seq_len=32, zero=0, remat="none", init_text_only=has_images)
-    return dataclasses.replace(config, model=model, data=data, **options | changes)
+    return dataclasses.replace(config, **dict(model=model, data=data) | options | changes)
+
+
+def write_reward_model(path, head):
+    """The tiny Qwen3 with a head [1, width] for rewards, as transformers saves it."""
+    folder, tensors = REFERENCES / "qwen3", {"score.weight": head.astype(np.float32)}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    values = read_object(folder / "config.json") | {"pad_token_id": 0}
+    values |= {"architectures": ["Qwen3ForSequenceClassification"]}
+    values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(values))
+    return path
 
 
 @contextmanager

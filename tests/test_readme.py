@@ -227,7 +227,7 @@ def place(tmp_path_factory):
     (place / "encoded" / "encoded.json").write_text("{}")
     line = {"file": "kite.safetensors", "size": [21, 60, 104], "tokens": 3, "caption": "a kite"}
     (place / "encoded" / "clips-0-of-1.jsonl").write_text(json.dumps(line))
-    made = "gpt_tiny mine qwen3 adapted copy Qwen3-8B dit_digits dit_video wan plain"
+    made = "gpt_tiny mine qwen3 adapted copy reward Qwen3-8B dit_digits dit_video wan plain"
     for name in made.split():
         recipe = name if name in RECIPES else "gpt_tiny"
         recipe = "wan_1_3b" if name in ("wan", "plain") else recipe

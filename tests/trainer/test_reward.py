@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import transformers
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import programs
 import sample
@@ -21,6 +21,7 @@ from configs.gpt import gpt_tiny
 from models.config import GPTConfig
 from models.parts.experts import ExpertsConfig
 from models.parts.gated_delta import LinearConfig
+from pretrained import write_reward_model
 from programs import (
     REPOSITORY,
     SMALL,
@@ -47,7 +48,6 @@ from trainer.gpt.pretrained.families.table import FAMILIES, scoring_class
 from trainer.gpt.task import GPTTask
 
 PARITY = REPOSITORY / "tests" / "parity"
-QWEN3 = PARITY / "references" / "qwen3"
 RECORDS = make_pairs(references=False)
 MODEL = SMALL | {"vocab_size": 256, "scores": True}
 KINDS = {
@@ -188,19 +188,7 @@ def test_pairs_alone_and_on_few_devices_have_the_loss_of_those_in_rows():
 
 
 def model_of_rewards(tmp_path):
-    """The Qwen3 of the references with a head for rewards, as transformers saves it."""
-    tensors = {}
-    for file in sorted(QWEN3.glob("*.safetensors")):
-        tensors |= load_file(file)
-    tensors["score.weight"] = np.load(PARITY / "scores.npz")["head"].astype(np.float32)
-    values = json.loads((QWEN3 / "config.json").read_text())
-    values |= {"architectures": ["Qwen3ForSequenceClassification"], "pad_token_id": 0}
-    values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    path = tmp_path / "rewards"
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(values))
-    return path
+    return write_reward_model(tmp_path / "rewards", np.load(PARITY / "scores.npz")["head"])
 
 
 def lines_of_tokens():

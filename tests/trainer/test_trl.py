@@ -3,7 +3,6 @@
 `tests/parity/make_trl.py` has the settings of TRL under the same names, and says its version.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from pretrained import REFERENCES, make_config, tensors_of
+from pretrained import REFERENCES, make_config, tensors_of, write_reward_model
 from programs import REPOSITORY, gradients_of, make_program, whole_batch
 from rollout_cases import log_softmax, write_rollouts
 from trainer.gpt.config import DataConfig
@@ -20,6 +19,7 @@ from trainer.gpt.objectives.distill import Distill
 from trainer.gpt.objectives.logprobs import logprobs_and_entropy
 from trainer.gpt.objectives.policy import Policy
 from trainer.gpt.objectives.preference import Preference
+from trainer.gpt.objectives.reward import Reward
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.gpt.rollouts.records import advantages_of
 
@@ -100,15 +100,18 @@ def rollouts():
 
 def compute(folder, records, name, loss):
     """The loss of records, and its gradients by the names of PyTorch, from the pretrained model."""
+    model = REFERENCES / "qwen3"
+    if name == "reward":
+        model = write_reward_model(folder / "model", of_trl()["reward/head"])
     path, data = write_rollouts(folder / "records.jsonl", records), {}
     if name != "policy":
         data |= dict(validation_path=write_rollouts(folder / "held.jsonl", records[:1]))
-    if name == "preference":
+    if name in ("preference", "reward"):
         (folder / "tokenizer.json").write_text(str(of_trl()["tokenizer"]))
         data |= dict(tokenizer=folder / "tokenizer.json")
-    config = dataclasses.replace(
-        make_config(REFERENCES / "qwen3"), objective=name, data=DataConfig(path=(path,), **data),
-        run_dir=folder / "run", seq_len=40, batch_size=4, **{name: loss},
+    config = make_config(
+        model, objective=name, data=DataConfig(path=(path,), **data), run_dir=folder / "run",
+        seq_len=40, batch_size=4, **{name: loss},
     )  # fmt: skip
     program = make_program(config, st.Degrees())
     shapes = program.state_shapes.weights
@@ -123,6 +126,7 @@ def check(name, loss, gradients):
     np.testing.assert_allclose(loss, stored["loss"], rtol=1e-6, atol=1e-7)
     tensors = {k: x for k, x in stored.items() if k.startswith("model.")}
     assert len(tensors) == 3
+    tensors |= {k: x for k, x in stored.items() if k == "score.weight"}
     for key, want in tensors.items():
         assert np.abs(want).max() > 1e-3
         np.testing.assert_allclose(
@@ -152,19 +156,29 @@ def test_advantages_are_those_of_trl(deviation):
     np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", PREFERENCES)
-def test_preferences_are_those_of_trl(tmp_path, name):
-    """Of texts, which both sides turn into tokens, each with the end of the text."""
-    sides, loss = list(rollouts()), Preference(**PREFERENCES[name])
-    records = []
+def pairs():
+    """Texts, which both sides turn into tokens, each with the end of the text."""
+    sides = list(rollouts())
     for number in range(3):
         (prompt, chosen, _), (_, rejected, _) = sides[2 * number : 2 * number + 2]
         texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        record = {key: "".join(f" w{x}" for x in tokens) for key, tokens in texts.items()}
-        for key in loss.reads:
-            record[key] = float(of_trl()[key][number])
-        records.append(record)
+        yield {key: "".join(f" w{x}" for x in tokens) for key, tokens in texts.items()}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_are_those_of_trl(tmp_path, name):
+    loss = Preference(**PREFERENCES[name])
+    records = [
+        record | {key: float(of_trl()[key][number]) for key in loss.reads}
+        for number, record in enumerate(pairs())
+    ]
     check(name, *compute(tmp_path, records, "preference", loss))
+
+
+@pytest.mark.parametrize("centre", [0, 0.01])
+def test_rewards_are_those_of_trl(tmp_path, centre):
+    loss = Reward(centre=centre)
+    check(f"reward/centre_{centre}", *compute(tmp_path, list(pairs()), "reward", loss))
 
 
 @pytest.mark.parametrize("name", DISTILLATIONS)
