@@ -8,7 +8,8 @@ References:
     Switch Transformers, https://arxiv.org/abs/2101.03961, equations (4) to (6) for the balancing
     loss, over all tokens of a batch, https://arxiv.org/abs/2501.11873; balance without a loss,
     https://arxiv.org/abs/2408.15664; ST-MoE, https://arxiv.org/abs/2202.08906, equation (5) for the
-    z-loss; the clamped activation of gpt-oss, https://arxiv.org/abs/2508.10925.
+    z-loss; the clamped activation of gpt-oss, https://arxiv.org/abs/2508.10925; experts that are
+    given, https://arxiv.org/abs/2510.11370.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Integer, Shaped
 
 from models.layers import MLP, give_weights
 from models.linear import project, project_adapted
@@ -52,7 +53,7 @@ class Route(NamedTuple):
     """The experts of the tokens of a layer."""
 
     chosen: Int32[Array, "B T k"]
-    """The experts of each token; among equal logits, the first."""
+    """The experts of each token: those given, or of the highest logits, the first among equals."""
     shares: Float32[Array, "B T k"]
     """Factor of the output of each of these experts."""
     auxiliary: Float32[Array, "B T"]
@@ -126,6 +127,7 @@ class Experts(nnx.Module):
         x: Float[Array, "B T width"],
         token_weights: Float32[Array, "B T"] | None,
         total: Callable[[Array], Array],
+        given: Integer[Array, "B T k"] | None = None,
     ) -> Route:
         """Chooses the experts of each token, in float32.
 
@@ -133,6 +135,8 @@ class Experts(nnx.Module):
             x: inputs of the layer.
             token_weights: weight of each token in the loss and in the balance; None for 1.
             total: the sum over the devices that have different tokens of the batch.
+            given: the experts of each token, each once, in place of the router's choice. Their
+                shares are the router's all the same, and the balance is that of these experts.
         """
         # A GPU would round float32 products to TF32, by which other experts would win.
         logits = jnp.einsum("btc,ce->bte", x.astype(jnp.float32), self.router[...],
@@ -143,8 +147,12 @@ class Experts(nnx.Module):
             scores, logarithms = jax.nn.softmax(logits), logits
         else:
             scores, logarithms = jax.nn.sigmoid(logits), jax.nn.log_sigmoid(logits)
-        order = logits if self.choice_bias is None else scores + self.choice_bias[...][None, None]
-        chosen = lax.top_k(order, self.config.top_k)[1]
+        if given is None:
+            bias = self.choice_bias
+            order = logits if bias is None else scores + bias[...][None, None]
+            chosen = lax.top_k(order, self.config.top_k)[1]
+        else:
+            chosen = given.astype(jnp.int32)
         if self.config.normalised:
             # By their logarithms: all scores of a token may be too small for float32.
             shares = jax.nn.softmax(jnp.take_along_axis(logarithms, chosen, axis=-1))

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Integer
 
 from models.attention import Rotation
 from models.config import GPTConfig
@@ -42,9 +43,10 @@ from models.layers import (
 from models.linear import linear, project_to_rows
 from models.parts.experts import ExpertsConfig
 from models.parts.gpt import MIXERS, stack_pairs
-from models.periods import Kind, Stretch, kinds_of_layers, layer_of, stretches
+from models.periods import Kind, Stretch, kinds_of_layers, layer_of, layers_of, stretches
 from models.rope import Rope, ropes_of
 from models.weights import Norms
+from startrail_jax.errors import InputError
 from startrail_jax.xla.varying import vary, varying_axes
 
 
@@ -176,9 +178,11 @@ class GPT(nnx.Module):
         tokens: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
         segment_ids: Int32[Array, "B T"] | None = None,
+        experts: Integer[Array, "B T layers k"] | None = None,
     ) -> Float[Array, "B T width"]:
-        """The input of `logits`: the last layer's output, normalised. Arguments as `__call__`."""
-        return self.hidden_and_added(tokens, positions, segment_ids)[0]
+        """The input of `logits`: the last layer's output, normalised. Arguments as
+        `hidden_and_added`."""
+        return self.hidden_and_added(tokens, positions, segment_ids, experts=experts)[0]
 
     def hidden_and_added(
         self,
@@ -186,6 +190,7 @@ class GPT(nnx.Module):
         positions: Int32[Array, "B T"],
         segment_ids: Int32[Array, "B T"] | None = None,
         token_weights: Float32[Array, "B T"] | None = None,
+        experts: Integer[Array, "B T layers k"] | None = None,
     ) -> tuple[Float[Array, "B T width"], Added | None]:
         """`hidden`, and the losses of layers of experts; None without such layers.
 
@@ -193,6 +198,8 @@ class GPT(nnx.Module):
             tokens, positions, segment_ids: as in `__call__`.
             token_weights: weight of the loss of each token; None for 1. Tokens of weight 0 are no
                 part of the balance of experts.
+            experts: the experts of each token in each layer that has experts, from the first such
+                layer on, each once; None to leave the choice to the routers.
         """
         graphs, weights = self._split()
 
@@ -203,10 +210,11 @@ class GPT(nnx.Module):
             rotation: Rotation,
             segment_ids: Array | None,
             token_weights: Array | None,
+            experts: Any,
         ) -> tuple[Array, Added | None]:
             block = nnx.merge(graphs[layer_kind.stack], weights)
-            attend = block.attention.uncached(segment_ids)
-            x, _, route = block(x, rotation, layer_kind.window, attend, token_weights)
+            attend, given = block.attention.uncached(segment_ids), layer_of(experts)
+            x, _, route = block(x, rotation, layer_kind.window, attend, token_weights, given)
             return x, None if route is None else Added(
                 route.auxiliary, route.balance, route.busiest
             )
@@ -217,19 +225,22 @@ class GPT(nnx.Module):
         of_experts = self.config.layer_feed_forwards.count("experts")
         if of_experts:
             added = Added.none(x, self.config.experts.count)
+        given = self._of_stacks(experts)
         for stretch in self.stretches:
 
-            def step(carry: Any, weights: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
+            def step(carry: Any, inputs: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
                 x, added = carry
-                for layer_kind, layer_weights in stretch.each(weights):
+                of_layers = zip(*map(stretch.each, inputs), strict=True)
+                for (layer_kind, layer_weights), (_, layer_experts) in of_layers:
                     rotation = rotations[layer_kind.rope]
                     x, new = layers[layer_kind](
-                        layer_weights, x, rotation, segment_ids, token_weights
+                        layer_weights, x, rotation, segment_ids, token_weights, layer_experts
                     )
                     added = added if new is None else jax.tree.map(jnp.add, added, new)
                 return (x, added), None
 
-            (x, added), _ = lax.scan(step, (x, added), stretch.grouped(weights))
+            inputs = stretch.grouped(weights), stretch.grouped(given)
+            (x, added), _ = lax.scan(step, (x, added), inputs)
         if added is not None:
             added = added.of_layers(of_experts, self.config.experts)
         return self.norm(x).astype(self.dtype), added
@@ -292,6 +303,28 @@ class GPT(nnx.Module):
         stacks = {name: nnx.split(getattr(self, name)) for name in stack_pairs(self.config)}
         graphs, weights = ({name: x[i] for name, x in stacks.items()} for i in range(2))
         return graphs, weights
+
+    def _of_stacks(
+        self, experts: Integer[Array, "B T layers k"] | None
+    ) -> dict[str, Integer[Array, "_ B T k"] | None]:
+        """The given experts of the layers of each stack; None for a stack without."""
+        config, found = self.config, dict.fromkeys(stack_pairs(self.config))
+        if experts is None:
+            return found
+        mixers, feeds = config.layer_mixers, config.layer_feed_forwards
+        order = [layer for layer, feed in enumerate(feeds) if feed == "experts"]
+        if experts.shape[2:] != (len(order), config.experts.top_k):
+            raise InputError(
+                "experts must be [B, T, layers of experts, model.experts.top_k]; got "
+                f"{experts.shape} for {len(order)} layers of top_k={config.experts.top_k}. Give "
+                "those of all layers of experts."
+            )
+        by_layer = jnp.moveaxis(experts, 2, 0)
+        for stack, (_, feed) in stack_pairs(config).items():
+            if feed == "experts":
+                numbers = [order.index(layer) for layer in layers_of(stack, mixers, feeds)]
+                found[stack] = by_layer[np.array(numbers)]
+        return found
 
     @property
     def _kinds(self) -> tuple[Kind, ...]:
@@ -370,20 +403,24 @@ class GPTBlock(nnx.Module):
         window: int | None,
         attend: Callable[..., tuple[Array, Any]],
         token_weights: Float32[Array, "B T"] | None = None,
+        experts: Integer[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T width"], Any, Route | None]:
         """Runs the block; returns its output, the cache that `attend` returned, and where a layer
-        of experts has sent its tokens."""
+        of experts has sent its tokens: to the given `experts`, if there are some."""
         copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
 
         normalised = copy(self._normalised(x, self.attention_norm))
         out, kv_cache = self.attention(normalised, rotation, window, attend)
         out = projected(biased(reduce(out), self.attention.out_bias))
         x = x + self._normalised(out, self.attention_out_norm)
-        out, route = self._feed_forward(x, token_weights)
+        out, route = self._feed_forward(x, token_weights, experts)
         return x + out, kv_cache, route
 
     def _feed_forward(
-        self, x: Float[Array, "B T width"], token_weights: Float32[Array, "B T"] | None
+        self,
+        x: Float[Array, "B T width"],
+        token_weights: Float32[Array, "B T"] | None,
+        experts: Integer[Array, "B T k"] | None,
     ) -> tuple[Float[Array, "B T width"], Route | None]:
         hooks, mlp = self.hooks, self.mlp
         copy, reduce = hooks.copy_to_tensor, hooks.reduce_from_tensor
@@ -396,7 +433,7 @@ class GPTBlock(nnx.Module):
             return hooks.tiled(dense)(x), None
 
         x = self._normalised(x, self.mlp_norm)
-        route = mlp.route(x, token_weights, hooks.sum_over_tokens)
+        route = mlp.route(x, token_weights, hooks.sum_over_tokens, experts)
         # Not in tiles of tokens, of which an expert would have few: it has tiles of its own.
         out = mlp(x, route.chosen, route.shares, copy, reduce, hooks.expert_axes)
         return self._normalised(out, self.mlp_out_norm), route
