@@ -246,3 +246,14 @@ def reward_loss(rewards, *, centre=0.0):
     """The mean loss of pairs, from float64 rewards [pairs, 2] of chosen and rejected answers."""
     chosen, rejected = np.transpose(rewards)
     return np.mean(np.log1p(np.exp(rejected - chosen)) + centre * (chosen + rejected) ** 2)
+
+
+def with_experts(records, layers, top_k, count, seed=4):
+    """The records with random experts of each token in each layer."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for record in records:
+        shape = len(record["tokens"]), layers, count
+        every = rng.permuted(np.broadcast_to(np.arange(count), shape), axis=-1)
+        found.append(record | {"experts": every[..., :top_k].tolist()})
+    return found

@@ -44,7 +44,8 @@ class TokenBatch(NamedTuple):
     """1 if the target belongs to the same document as the token, or ends it; else 0. Rollouts have
     weights of their own."""
     numbers: dict[str, Num[np.ndarray | Array, "B T *dims"]] | None = None
-    """What the objective reads of the targets beside, by name, such as log-probabilities."""
+    """What the objective reads of the targets beside, by name, such as log-probabilities; and
+    `experts`, if they are given, which are those of the tokens. Padding has zeros."""
 
 
 class TokenExample(NamedTuple):

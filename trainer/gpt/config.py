@@ -18,6 +18,7 @@ from trainer.gpt.objectives.distill import Distill
 from trainer.gpt.objectives.loss import RowLoss
 from trainer.gpt.objectives.policy import Policy
 from trainer.gpt.objectives.preference import Preference
+from trainer.gpt.objectives.replay import Replay
 from trainer.gpt.objectives.reward import Reward
 from trainer.places import check_folder, check_on_disk
 from trainer.task import SampleOptions
@@ -217,6 +218,10 @@ class GPTTrainConfig(TrainConfig):
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """Whether ZeRO 3 gathers the experts of a layer, or sends each token to the devices that have
     its experts. The default is what sends fewer bytes: to gather them, if sequences are long."""
+    replay_experts: bool = False
+    """Whether each token of a rollout goes to the experts that its record names (`experts`), those
+    of the engine, in place of the router's choice. Their shares are computed from the router's
+    logits, so that it learns, and the losses and biases that balance experts count these."""
     sample: TextSampleConfig = field(default_factory=TextSampleConfig)
     """Continuations of the held-out data, in the log."""
 
@@ -259,6 +264,11 @@ class GPTTrainConfig(TrainConfig):
         if self.row_loss is not None:
             self.data.check_rollouts()
         self._check_scores()
+        if self.replay is not None and getattr(self.row_loss, "form", None) != "rollouts":
+            raise InputError(
+                "replay_experts needs an objective on rollouts, whose records name experts; got "
+                f"objective={self.objective!r}. Leave it out."
+            )
         longest = self.data.longest_document
         if longest is not None and longest >= self.seq_len:
             raise InputError(
@@ -302,6 +312,18 @@ class GPTTrainConfig(TrainConfig):
     def row_loss(self) -> RowLoss | None:
         """The loss and settings of the objective; None for the next token."""
         return self.row_losses.get(self.objective)
+
+    @property
+    def replay(self) -> Replay | None:
+        """What the experts of rollouts are; None to leave the choice to the routers."""
+        return Replay.of_model(self.model) if self.replay_experts else None
+
+    @property
+    def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+        """The numbers that tokens have in a batch, as `RowLoss.arrays`; None for the next token."""
+        if self.row_loss is None:
+            return None
+        return self.row_loss.arrays | ({} if self.replay is None else self.replay.arrays)
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Integer
 
 from models.config import GPTConfig
 from models.gpt import GPT
@@ -18,8 +18,9 @@ from models.hooks import Hooks
 from models.parts.gpt import gpt_weights
 from startrail_jax.tokens.layout import Layout
 from trainer.config import LoraConfig
-from trainer.gpt.batches import TokenBatch
+from trainer.gpt.batches import PADDING, TokenBatch
 from trainer.gpt.config import GPTTrainConfig
+from trainer.gpt.objectives.replay import EXPERTS
 from trainer.gpt.sizes import sizes_of
 from trainer.objective import Objective, add_lora
 from trainer.parallel.partition import path_name
@@ -60,7 +61,7 @@ class NextToken(Objective):
 
     def hidden(self, model: GPT, batch: TokenBatch) -> Float[Array, "B T width"]:
         arrays: Any = (batch.tokens, batch.positions, batch.segment_ids)
-        return model.hidden(*arrays)
+        return model.hidden(*arrays, experts=_given_experts(batch))
 
     def make_optimizer(self, default: optax.GradientTransformation) -> optax.GradientTransformation:
         rate = self._config.model.experts.balance_rate
@@ -84,7 +85,7 @@ class NextToken(Objective):
         self, model: GPT, batch: TokenBatch
     ) -> tuple[Float[Array, "B T width"], Float32[Array, "B T"] | None, dict[str, Array]]:
         arrays: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.weights)
-        hidden, added = model.hidden_and_added(*arrays)
+        hidden, added = model.hidden_and_added(*arrays, experts=_given_experts(batch))
         if added is None:
             return hidden, None, {}
         return hidden, added.auxiliary, {"busiest_expert": added.busiest}
@@ -115,7 +116,7 @@ class OfRollouts(NextToken):
         shape = batch.weights.shape
         numbers: Any = {
             name: jax.ShapeDtypeStruct((*shape, *dims), kind)
-            for name, (kind, dims) in self._loss.arrays.items()
+            for name, (kind, dims) in (self._config.arrays or {}).items()
         }
         return batch._replace(numbers=numbers)
 
@@ -128,6 +129,17 @@ class OfRollouts(NextToken):
         self, numbers: Float32[Array, "b t n"], batch: TokenBatch, sums: Callable[..., Array]
     ) -> tuple[Float32[Array, "b t"], dict[str, Float32[Array, "b t"]]]:
         return self._loss.losses(numbers, batch, sums)
+
+
+def _given_experts(batch: TokenBatch) -> Integer[Array, "B T layers k"] | None:
+    """The experts that a batch names; the first ones for padding, as those of a token differ."""
+    experts: Any = (batch.numbers or {}).get(EXPERTS)
+    if experts is None:
+        return None
+    assert batch.segment_ids is not None, "rollouts attend to themselves alone"
+    is_padding = jnp.asarray(batch.segment_ids == PADDING)[..., None, None]
+    first = jnp.arange(experts.shape[-1], dtype=experts.dtype)[None, None, None]
+    return jnp.where(is_padding, first, experts)
 
 
 def _balanced(weights: Any) -> Any:

@@ -81,6 +81,7 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
         advantages="advantages" in arrays,
         deviation=loss is None or getattr(loss, "deviation", True),
         teacher=arrays[TEACHER[0]][1][0] if TEACHER[0] in arrays else None,
+        replay=config.replay,
         ignored=data.ignored_keys,
     )
     opened = []
@@ -139,7 +140,7 @@ def _check_lengths(stored: dict[str, StoredRollouts], name: str, fraction: float
 def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored) -> TextDataset:
     """The rows of the rollouts of a path."""
     loss, vocab_size = config.row_loss, config.model.vocab_size
-    arrays = None if loss is None else loss.arrays
+    arrays = config.arrays
     adds_to_one = loss is not None and loss.mean_over == "examples"
     parts, documents, rows = stored.parts, {}, {}
     for part, rollouts in parts.items():

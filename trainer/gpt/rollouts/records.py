@@ -2,6 +2,7 @@
 
 The keys are those of Tinker's `Datum` (https://tinker-docs.thinkingmachines.ai). Entry i of every
 list belongs to the target of token i: `targets[i]`, or without that key the token after token i.
+Entry i of `experts` alone belongs to token i, which the model reads.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Num
+from jaxtyping import Bool, Float32, Int32, Num, UInt
 
 from startrail_jax.errors import InputError
 from startrail_jax.values import is_real, real
 from trainer.data.documents import Record
 from trainer.gpt.chat.examples import check_keys
 from trainer.gpt.objectives.distill import TEACHER
+from trainer.gpt.objectives.replay import EXPERTS, Replay
 from trainer.printable import shortened
 
 TOKENS = "tokens"
@@ -27,7 +29,7 @@ LISTS = ("logprobs", "old_logprobs", "ref_logprobs")
 OTHERS = ("entropy", "teacher")
 """What score.py writes beside."""
 IDS = (TOKENS, "targets")
-KEYS = (*IDS, "weights", "advantages", "reward", "group", *LISTS, *OTHERS)
+KEYS = (*IDS, "weights", "advantages", "reward", "group", *LISTS, *OTHERS, EXPERTS)
 """What a record may hold."""
 LEAST_REST = 1e-9
 """What the tokens beside a teacher's likeliest have at least: rounded numbers may add up to 1."""
@@ -52,8 +54,8 @@ class Rollout:
     weights: Float32[np.ndarray, " n"]
     """How much each target counts; 0 without a target."""
     lists: dict[str, Num[np.ndarray, "n *dims"]]
-    """The `LISTS` and `advantages` of the record, 0 for targets that do not count; and `TEACHER`,
-    if it was asked for: ids, from the likeliest on, and log-probabilities."""
+    """The `LISTS` and `advantages` of the record, 0 for targets that do not count; if asked for,
+    `TEACHER`, ids, from the likeliest on, and log-probabilities; and `EXPERTS`."""
     reward: float | None
     group: str | None
     """Rollouts with this name in one file are compared with each other."""
@@ -67,14 +69,16 @@ def read_rollout(
     needed: Collection[str] = (),
     *,
     teacher: int | None = None,
+    replay: Replay | None = None,
 ) -> Rollout:
-    """The rollout of a record, which must have the keys of `needed`, and a teacher with at least so
-    many tokens in each place that counts.
+    """The rollout of a record, which must have the keys of `needed`, a teacher with at least so
+    many tokens in each place that counts, and experts as `replay` says.
 
     Raises:
         InputError: if it holds something else; the message names the line.
     """
     names = (TOKENS, *needed, *(() if teacher is None else ("teacher",)))
+    names += () if replay is None else (EXPERTS,)
     fields = checked_fields(record, KEYS, {name: _way_to(name) for name in names}, noun="rollout")
     ids = {name: _ids(fields[name], name, record, vocab_size) for name in IDS if name in fields}
     tokens = ids[TOKENS]
@@ -101,7 +105,14 @@ def read_rollout(
     found = _checked(record, tokens, targets, weights, lists)
     if teacher is not None:
         found.lists.update(_teacher(record, found.weights > 0, vocab_size, teacher))
+    if replay is not None:
+        found.lists[EXPERTS] = _experts(record, targets, replay)
     return found
+
+
+def count_read(targets: Int32[np.ndarray, " n"]) -> int:
+    """Number of the first tokens, up to the last that has a target: the model reads no other."""
+    return int((np.flatnonzero(targets != NO_TARGET) + 1).max(initial=0))
 
 
 def checked_fields(
@@ -127,6 +138,7 @@ def _way_to(name: str) -> str:
         "ref_logprobs": "score.py writes it, with the model that is the reference.",
         "old_logprobs": "score.py writes it, with the model that made the rollouts.",
         "advantages": "Give it, or reward and group in every line.",
+        EXPERTS: "Add it to the line, or leave --replay-experts out.",
     }
     return ways.get(name, "Add it to the line.")
 
@@ -222,6 +234,55 @@ def _teacher(
     kinds = np.int32, np.float32, np.float32
     arrays = ids, logprobs, rest
     return {name: x.astype(t) for name, x, t in zip(TEACHER, arrays, kinds, strict=True)}
+
+
+def _experts(
+    record: Record, targets: Int32[np.ndarray, " n"], replay: Replay
+) -> UInt[np.ndarray, "n layers k"]:
+    """The experts of each token, each once; the first ones for tokens that the model does not
+    read."""
+    given: Any = record.fields[EXPERTS]
+    if not isinstance(given, list) or len(given) != len(targets):
+        found = f"{len(given)} entries" if isinstance(given, list) else shortened(given)
+        raise InputError(
+            "experts must have an entry for each of tokens, with the experts of that token; got "
+            f"{found} for {len(targets)} tokens in {record.place!r}. Append null for a last token "
+            "that the engine has not read."
+        )
+    ((kind, shape),) = replay.arrays.values()
+    experts = np.tile(np.arange(replay.top_k, dtype=kind), (len(given), replay.layers, 1))
+    read = given[: count_read(targets)]
+    if not read:
+        return experts
+    values = _integers(read)
+    if values.shape[1:] != shape:
+        token = next(t for t, x in enumerate(read) if _integers(x).shape != shape)
+        raise InputError(
+            "experts must have model.experts.top_k integers for each layer of experts; got "
+            f"{shortened(read[token])} for token {token} in {record.place!r}, with {shape[0]} "
+            f"such layers and top_k={shape[1]}. Use rollouts of this model."
+        )
+    is_id = (values >= 0) & (values < replay.count)
+    ordered = np.sort(values, axis=-1)
+    are_ids = is_id.all(-1) & (ordered[..., 1:] != ordered[..., :-1]).all(-1)
+    if not are_ids.all():
+        token, layer = np.argwhere(~are_ids)[0].tolist()
+        raise InputError(
+            "The experts of a token in a layer must be at least 0, below model.experts.count and "
+            f"different; got {values[token, layer].tolist()} for token {token}, entry {layer}, in "
+            f"{record.place!r}, with count={replay.count}. Use rollouts of this model."
+        )
+    experts[: len(read)] = values
+    return experts
+
+
+def _integers(values: Any) -> np.ndarray:
+    """An array of nested lists of integers; an empty one for anything else."""
+    try:
+        found = np.array(values)
+    except ValueError:  # Lists of several lengths.
+        return np.zeros(0)
+    return found if found.dtype.kind == "i" else np.zeros(0)
 
 
 def _is_number(value: Any) -> bool:

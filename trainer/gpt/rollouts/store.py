@@ -26,6 +26,7 @@ from trainer.gpt.batches import TokenExample
 from trainer.gpt.encoding import VectorWriter, largest_share, share_of_key
 from trainer.gpt.objectives.distill import TEACHER
 from trainer.gpt.objectives.preference import REFERENCES
+from trainer.gpt.objectives.replay import EXPERTS, Replay
 from trainer.gpt.rollouts.records import LISTS, Rollout, advantages_of, read_rollout
 
 # Changes when the same rollouts give other files than before.
@@ -54,6 +55,8 @@ class Form:
     teacher: int | None = None
     """Number of tokens of a teacher that are kept in each place, which every rollout must have;
     None for none."""
+    replay: Replay | None = None
+    """The experts that every rollout must name; None for none."""
     ignored: tuple[str, ...] = ()
     """Keys without a meaning."""
     pairs: str | None = None
@@ -69,7 +72,7 @@ class StoredRollouts:
     targets: Int32[np.ndarray, " tokens"]
     weights: Float32[np.ndarray, " tokens"]
     lists: Mapping[str, Num[np.ndarray, "tokens *dims"]]
-    """`Form.lists`; `advantages` if the records have them; what is kept of a teacher."""
+    """`Form.lists`; `advantages` if the records have them; what is kept of a teacher; experts."""
     documents: Int32[np.ndarray, " tokens"] | None
     """As in `Rollout`."""
     ends: Int64[np.ndarray, " rollouts"]
@@ -165,7 +168,7 @@ def store_rollouts(
             writer.finish(has_advantages=reader.has_advantages)
 
     with filled_folder(cache, f"rollouts-{key.hexdigest()[:32]}", write) as (folder, sums):
-        stored = {name: _read(folder, name) for name in names}
+        stored = {name: _read(folder, name, form) for name in names}
     train = " ".join(f"{name} {x}" for name, x in sorted(sums.items()) if name.startswith("train."))
     return Stored(
         stored,
@@ -202,7 +205,8 @@ class _Reader:
     def _read_rollouts(self, records: Iterable[Record]) -> Iterator[tuple[Record, Rollout]]:
         for record in records:
             form = self._form
-            rollout = read_rollout(record, form.vocab_size, form.lists, teacher=form.teacher)
+            options: Any = dict(teacher=form.teacher, replay=form.replay)
+            rollout = read_rollout(record, form.vocab_size, form.lists, **options)
             if form.advantages:
                 self._check_advantages(rollout)
             yield record, rollout
@@ -238,7 +242,8 @@ class _Writer:
         self._folder, self._part, self._form, self._stack = folder, part, form, stack
         advantages = ("advantages",) if form.advantages else ()
         teacher = () if form.teacher is None else TEACHER
-        self._lists = (*form.lists, *advantages, *teacher)
+        experts = () if form.replay is None else (EXPERTS,)
+        self._lists = (*form.lists, *advantages, *teacher, *experts)
         self._vectors = {name: self._vector(name, dtype) for name, dtype in OF_TOKENS.items()}
         # Of each rollout, also of those that are left out.
         self._rewards, self._groups, self._kept = list[float](), list[int](), list[bool]()
@@ -308,7 +313,7 @@ def _count_alike(
     return int(np.count_nonzero(rewards[order][firsts] == rewards[order][lasts]))
 
 
-def _read(folder: Path, part: str) -> StoredRollouts:
+def _read(folder: Path, part: str, form: Form) -> StoredRollouts:
     def vector(name: str) -> Any:
         path = folder / f"{part}.{name}.npy"
         try:
@@ -319,15 +324,15 @@ def _read(folder: Path, part: str) -> StoredRollouts:
     def vectors(names: Iterable[str]) -> dict[str, Any]:
         return {x: vector(x) for x in names if (folder / f"{part}.{x}.npy").exists()}
 
-    lists, tokens = vectors((*LISTS, *REFERENCES, "advantages", *TEACHER)), vector("tokens")
+    tokens, dims = vector("tokens"), {name: (-1,) for name in TEACHER[:2]}
+    lists = vectors((*LISTS, *REFERENCES, "advantages", *TEACHER, EXPERTS))
+    if form.replay is not None:
+        dims |= {name: shape for name, (_, shape) in form.replay.arrays.items()}
     return StoredRollouts(
         tokens=tokens,
         targets=vector("targets"),
         weights=vector("weights"),
-        lists={
-            name: x.reshape(len(tokens), -1) if name in TEACHER[:2] else x
-            for name, x in lists.items()
-        },
+        lists={name: x.reshape(len(tokens), *dims.get(name, ())) for name, x in lists.items()},
         documents=vectors(("documents",)).get("documents"),
         ends=vector("ends"),
         rewards=vector("rewards"),
