@@ -19,8 +19,10 @@ from trainer.data.batches import place
 from trainer.gpt.batches import TokenExample, in_layout_order, rows_of
 from trainer.gpt.config import TextSampleConfig
 
-QWEN3 = REPOSITORY / "tests" / "parity" / "references" / "qwen3"
-SCORES = REPOSITORY / "tests" / "parity" / "scores.npz"
+PARITY = REPOSITORY / "tests" / "parity"
+REFERENCES = PARITY / "references"
+QWEN3 = REFERENCES / "qwen3"
+SCORES, EXPERTS = (PARITY / f"{name}.npz" for name in ("scores", "experts"))
 
 
 def scored(tmp_path, records, *flags, source=QWEN3, name="out.jsonl"):
@@ -50,6 +52,48 @@ def test_scores_are_those_of_transformers(tmp_path, mesh):
         assert x["tokens"] == line.tolist()
         assert x["ref_logprobs"][-1] == 0  # Without a target.
         np.testing.assert_allclose(x["ref_logprobs"][:-1], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "mesh",
+    ["--devices 1", "--devices 8 --mesh.c 2", "--devices 4 --mesh.data 2 --mesh.tensor 2 --zero 3"],
+)
+@pytest.mark.slow_except_every(3)
+def test_scores_with_given_experts_are_those_of_transformers(tmp_path, mesh, family):
+    """With random experts, and with those of the router, which are given or not."""
+    stored = np.load(EXPERTS)
+
+    def lines_of(name, missing=0):
+        """The entries of each line, which lacks so many of its tokens."""
+        lengths = stored["lengths"] - missing
+        return np.split(stored[f"{family} {name}"], np.cumsum(lengths)[:-1])
+
+    flags = f"{mesh} --seq-len 100 --dtype float32 --tile 50".split()
+    for way, experts in (("", "experts"), ("own_", "own_experts"), ("own_", None)):
+        folder = tmp_path / f"{way}{experts}"
+        folder.mkdir()
+        records, replay = [{"tokens": x.tolist()} for x in lines_of("tokens")], ()
+        if experts is not None:
+            replay = ("--replay-experts",)
+            for record, x in zip(records, lines_of(experts), strict=True):
+                record["experts"] = [*x[:-1].tolist(), None]
+        found = scored(folder, records, *flags, *replay, source=REFERENCES / family)
+        for record, want, x in zip(records, lines_of(f"{way}logprobs", 1), found, strict=True):
+            assert x.get("experts") == record.get("experts")
+            np.testing.assert_allclose(x["ref_logprobs"][:-1], want, rtol=0, atol=1e-5)
+
+
+def test_experts_that_nothing_names_are_refused(tmp_path):
+    for family, record, message in (
+        ("qwen3", {"tokens": [1, 2]}, "replay_experts needs layers of experts"),
+        ("qwen3_moe", {"tokens": [1, 2]}, "got no experts in"),
+        ("qwen3_moe", {"text": "words"}, "replay_experts needs rollouts"),
+    ):
+        (tmp_path / "data.jsonl").unlink(missing_ok=True)
+        with refused(InputError, message):
+            flags = ("--devices", 1, "--replay-experts")
+            scored(tmp_path, [record], *flags, source=REFERENCES / family)
 
 
 def test_rollouts_keep_what_they_have(tmp_path, capsys):

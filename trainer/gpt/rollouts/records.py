@@ -110,9 +110,9 @@ def read_rollout(
     return found
 
 
-def count_read(targets: Int32[np.ndarray, " n"]) -> int:
-    """Number of the first tokens, up to the last that has a target: the model reads no other."""
-    return int((np.flatnonzero(targets != NO_TARGET) + 1).max(initial=0))
+def length_of(counted: Bool[np.ndarray, " n"]) -> int:
+    """Number of entries up to the last that counts."""
+    return int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 0
 
 
 def checked_fields(
@@ -239,8 +239,8 @@ def _teacher(
 def _experts(
     record: Record, targets: Int32[np.ndarray, " n"], replay: Replay
 ) -> UInt[np.ndarray, "n layers k"]:
-    """The experts of each token, each once; the first ones for tokens that the model does not
-    read."""
+    """The experts of each token, each once; the first ones after the last token with a target, as
+    the model reads no other."""
     given: Any = record.fields[EXPERTS]
     if not isinstance(given, list) or len(given) != len(targets):
         found = f"{len(given)} entries" if isinstance(given, list) else shortened(given)
@@ -251,7 +251,7 @@ def _experts(
         )
     ((kind, shape),) = replay.arrays.values()
     experts = np.tile(np.arange(replay.top_k, dtype=kind), (len(given), replay.layers, 1))
-    read = given[: count_read(targets)]
+    read = given[: length_of(targets != NO_TARGET)]
     if not read:
         return experts
     values = _integers(read)

@@ -27,6 +27,9 @@ class ScoreOptions(SampleOptions):
     temperature: float = 1.0
     """Divisor of the logits: that of the sampler with whose log-probabilities these are
     compared."""
+    replay_experts: bool = False
+    """Whether each token goes to the experts that its record names under `experts`, in place of the
+    router's choice, as with `--replay-experts` of train.py."""
     step: int | None = None
     """Step of the checkpoint of a run. The default is the newest one that is whole."""
     seq_len: int
@@ -75,7 +78,7 @@ class ScoreOptions(SampleOptions):
         """Raises if an option has no meaning for a reward model, which gives no probabilities."""
         if not rewards:
             return
-        names = ("key", "entropy", "top_k", "temperature")
+        names = ("key", "entropy", "top_k", "temperature", "replay_experts")
         given = {x: getattr(self, x) for x in names if getattr(self, x) != getattr(type(self), x)}
         if given:
             raise InputError(

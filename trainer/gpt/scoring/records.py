@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Float32
 
 from startrail_jax.errors import InputError
 from trainer.data.documents import Document, Record, check_unicode, read_records
@@ -17,11 +17,12 @@ from trainer.data.files import RECORD_KINDS, Files, find_files
 from trainer.gpt.batches import TokenExample
 from trainer.gpt.chat.examples import example_of
 from trainer.gpt.chat.template import ChatTemplate
-from trainer.gpt.config import DataConfig
+from trainer.gpt.config import DataConfig, GPTTrainConfig
 from trainer.gpt.corpus import MOST_FOR_BYTES
 from trainer.gpt.objectives.preference import REFERENCES
+from trainer.gpt.objectives.replay import EXPERTS, Replay
 from trainer.gpt.rollouts.pairs import PairReader
-from trainer.gpt.rollouts.records import NO_TARGET, TOKENS, read_rollout
+from trainer.gpt.rollouts.records import NO_TARGET, TOKENS, length_of, read_rollout
 from trainer.gpt.scoring.options import ScoreOptions
 from trainer.gpt.tokenizer import text_tokenizer
 
@@ -56,17 +57,11 @@ class RecordReader:
     rewards: bool
     """Whether the model gives rewards: then the last token that counts is read, and it alone
     counts."""
+    replay: Replay | None
+    """The experts that records must name; None for none."""
 
     @classmethod
-    def of(
-        cls,
-        path: Path,
-        options: ScoreOptions,
-        data: DataConfig,
-        vocab_size: int,
-        *,
-        rewards: bool = False,
-    ) -> RecordReader:
+    def of(cls, path: Path, options: ScoreOptions, config: GPTTrainConfig) -> RecordReader:
         """Reads nothing but the names of files."""
         files = find_files(path, "DATA")
         if files.kind not in RECORD_KINDS:
@@ -74,10 +69,18 @@ class RecordReader:
                 f"DATA must be JSONL or tables; got {files.kind} files in {files.name!r}. Give "
                 "files *.jsonl, *.parquet or *.arrow."
             )
+        data, model = config.data, config.model
         if options.tokenizer != data.tokenizer:  # The ids of another mean nothing in it.
             data = replace(data, begin_of_document=None, end_of_document=None)
         data = replace(data, tokenizer=options.tokenizer)
-        return cls(files=files, options=options, data=data, vocab_size=vocab_size, rewards=rewards)
+        return cls(
+            files=files,
+            options=options,
+            data=data,
+            vocab_size=model.vocab_size,
+            rewards=model.scores,
+            replay=Replay.of_model(model) if options.replay_experts else None,
+        )
 
     def read(self, on_read: Callable[[int], None]) -> Iterator[ScoredRecord]:
         """The records in order. `on_read` is told of every number of bytes read."""
@@ -105,9 +108,13 @@ class RecordReader:
         fields = {key: x for key, x in record.fields.items() if key not in ignored}
         plain = replace(record, fields=fields)
         if TOKENS in fields:
-            rollout = read_rollout(plain, self.vocab_size)
-            return self._scored(
-                record, record.fields, rollout.tokens, rollout.targets, rollout.weights
+            rollout = read_rollout(plain, self.vocab_size, replay=self.replay)
+            arrays = rollout.tokens, rollout.targets, rollout.weights
+            return self._scored(record, record.fields, *arrays, rollout.lists.get(EXPERTS))
+        if self.replay is not None:
+            raise InputError(
+                "replay_experts needs rollouts, which have tokens and experts; got "
+                f"{', '.join(fields) or 'nothing'} in {record.place!r}. Leave it out."
             )
         if self.data.tokenizer is None and not 256 <= self.vocab_size <= MOST_FOR_BYTES:
             raise InputError(
@@ -166,10 +173,18 @@ class RecordReader:
         return self._scored(record, fields, tokens, targets, weights)
 
     def _scored(
-        self, record: Record, fields: dict[str, Any], tokens: Any, targets: Any, weights: Any
+        self,
+        record: Record,
+        fields: dict[str, Any],
+        tokens: Any,
+        targets: Any,
+        weights: Any,
+        experts: Any = None,
     ) -> ScoredRecord:
-        n = _length((weights > 0) if self.rewards else (targets != NO_TARGET))
-        example = TokenExample(tokens[:n], targets[:n], np.asarray(weights[:n], np.float32))
+        n = length_of((weights > 0) if self.rewards else (targets != NO_TARGET))
+        numbers = None if experts is None else {EXPERTS: experts[:n]}
+        weights = np.asarray(weights, np.float32)
+        example = TokenExample(tokens[:n], targets[:n], weights[:n], numbers=numbers)
         if self.rewards:
             if not n:
                 raise InputError(
@@ -180,11 +195,6 @@ class RecordReader:
             is_last = np.arange(n + 1) == n
             example = TokenExample(read, np.full_like(read, NO_TARGET), is_last.astype(np.float32))
         return ScoredRecord(place=record.place, fields=fields, example=example, length=len(tokens))
-
-
-def _length(counted: Bool[np.ndarray, " n"]) -> int:
-    """Number of entries up to the last that counts."""
-    return int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 0
 
 
 def with_rewards(record: ScoredRecord, scores: Float32[np.ndarray, "n one"]) -> dict[str, Any]:

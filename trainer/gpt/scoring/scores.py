@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,7 @@ def config_to_score(config: GPTTrainConfig, options: ScoreOptions, data: int) ->
         zero=options.zero,
         tile=options.tile,
         experts="auto",
+        replay_experts=False,
         remat="none",
         gradient_accumulation=1,
         offload=False,
@@ -118,7 +119,7 @@ def score_file(
             f"{config.model.vocab_size}. Use a smaller --top-k."
         )
     rewards = config.model.scores
-    records = RecordReader.of(data, options, config.data, config.model.vocab_size, rewards=rewards)
+    records = RecordReader.of(data, options, config)
     scored = config_to_score(config, options, mesh.shape["data"])
     objective = _Scores(scored, options)
     program = Program(scored, make_attention(mesh, scored, objective), objective)
@@ -131,7 +132,7 @@ def score_file(
     try:
         with storing(out.parent, "OUT"), shown_progress(f"scoring {files.name}", size) as advance:
             with open(part if session.is_first else os.devnull, "w", encoding="utf-8") as file:
-                for record, scores in _scored(records.read(advance), program, weights):
+                for record, scores in _scored(records, advance, program, weights):
                     summary.add(record, scores[:, 0])
                     if session.is_first:
                         line = line_of(record, scores)
@@ -159,15 +160,16 @@ def _weights(
 
 
 def _scored(
-    records: Iterator[ScoredRecord], program: Program, weights: Any
+    records: RecordReader, on_read: Callable[[int], None], program: Program, weights: Any
 ) -> Iterator[tuple[ScoredRecord, Float32[np.ndarray, "n numbers"]]]:
     """Each record with the scores of its tokens."""
+    arrays = None if records.replay is None else records.replay.arrays
     batch_size, length = program.config.batch_size, program.config.num_tokens
     layout = program.attention.layout
     held = local_rows(program.batch_sharding, program.tokens_shape)
-    for rows in _in_rows(records, batch_size, length):
+    for rows in _in_rows(records.read(on_read), batch_size, length):
         examples = [[record.example for record in row] for row in rows]
-        batch = rows_of([examples[row] for row in held], length)
+        batch = rows_of([examples[row] for row in held], length, arrays)
         batch = in_layout_order(batch._replace(weights=np.ones_like(batch.weights)), layout)
         placed = place(batch, program.batch_sharding, batch_size=batch_size, rows=held)
         found: Any = program.numbers(weights, placed)
