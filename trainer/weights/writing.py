@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ def write_tensors(
     shard_bytes: int,
     stem: str = MODEL,
 ) -> str:
-    """Writes the files of tensors, and their index if there are several. `dtype_of` gives a
-    tensor's type by its name; returns the types of all tensors, as a text. A file has at most
-    `shard_bytes`, unless one tensor has more."""
+    """Writes the files of tensors, embeddings first, layers in their order and the rest last; and
+    their index if there are several. `dtype_of` gives a tensor's type by its name; returns the
+    types of all tensors, as a text. A file has at most `shard_bytes`, unless one tensor has
+    more."""
     weights = by_tensor(places)
+    weights = {name: weights[name] for name in sorted(weights, key=_layer_of)}
     dtypes = {name: np.dtype(dtype_of(name)) for name in weights}
     sizes = {
         name: math.prod(places[path].whole_shape) * dtypes[name].itemsize
@@ -55,6 +58,14 @@ def write_tensors(
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
         (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return " and ".join(sorted({dtype.name for dtype in dtypes.values()}))
+
+
+def _layer_of(name: str) -> float:
+    """The number of the layer of a tensor; of one outside of the layers, where it is used."""
+    number = re.search(r"\.(\d+)\.", name)
+    if number is None:
+        return -1.0 if "embed" in name else math.inf
+    return float(number[1])
 
 
 def _tensor(
