@@ -105,7 +105,7 @@ def _run(config: TrainConfig, mesh: Any, session: Any, copies: Any, report: Any)
     from trainer.loop import Loop
     from trainer.parallel.checks import make_attention
     from trainer.parallel.step import Program
-    from trainer.processes import require_same_data
+    from trainer.processes import gather, require_same_data
     from trainer.run.folder import open_run
     from trainer.run.interruption import interruption
 
@@ -130,6 +130,8 @@ def _run(config: TrainConfig, mesh: Any, session: Any, copies: Any, report: Any)
             seed=config.seed,
             num_held_out=config.validation_sequences,
             parts=program.parts,
+            gather=gather,
+            note=report.line,
         )
         for line in feed.lines:
             report.line(line)
@@ -151,8 +153,8 @@ def _run(config: TrainConfig, mesh: Any, session: Any, copies: Any, report: Any)
         ):
             if session.is_first:
                 data.keep(run_dir)
-            sampler = task.sampler(program, data)
-            loop = Loop(program, feed, checkpoints, report, interrupted, initial, sampler)
+            sampler, exporter = task.sampler(program, data), task.exporter(config, report.line)
+            loop = Loop(program, feed, checkpoints, report, interrupted, initial, sampler, exporter)
             done = loop.begin()
             copies.begin(done)
             return loop.run(done)

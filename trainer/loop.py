@@ -35,7 +35,7 @@ from trainer.run.folder import (
 from trainer.run.metrics import Reporter, describe_viewer
 from trainer.run.settings import CONFIG_FILE, result_flags, save_config
 from trainer.run.weights_and_biases import open_wandb
-from trainer.task import InitialWeights, Sampler
+from trainer.task import Exporter, InitialWeights, Sampler
 
 
 class _Step(NamedTuple):
@@ -75,6 +75,7 @@ class Loop:
         interrupted: Callable[[int], bool],
         initial: InitialWeights | None = None,
         sampler: Sampler | None = None,
+        exporter: Exporter | None = None,
     ) -> None:
         """Prepares the loop; `begin` makes its state, with random weights if `initial` is None.
         `interrupted` tells whether to stop after a step: see `trainer.run.interruption`."""
@@ -93,6 +94,7 @@ class Loop:
         self._feed = feed
         self._initial = initial
         self._sampler = sampler
+        self._exporter = exporter
         # Position in the data after the last step: a batch that cannot be read may change that of
         # the feed.
         self._position = feed.get_state()
@@ -193,12 +195,18 @@ class Loop:
         """Does the steps after `done`; evaluates, samples and saves on the way and at the end. An
         interruption ends it after a step, which is saved."""
         config, interrupted = self._config, self._interrupted
+        self._export(done)
         with ExitStack() as trace:
             for step in range(done + 1, config.steps + 1):
                 if config.profile and step == max(config.profile[0], done + 1):
                     self._read_metrics(all_steps=True)
                     trace.enter_context(jax.profiler.trace(config.run_dir / "profile"))
-                self._step(step)
+                if not self._step(step):
+                    if step - 1 not in (0, done):
+                        self._save(step - 1)
+                    self._say_how_to_go_on()
+                    return Losses(self._losses, None)
+                self._export(step)
                 is_last = step == config.steps
                 is_due = self._feed.holds_out and (step % config.validation_every == 0 or is_last)
                 if is_due and not interrupted(step):
@@ -242,11 +250,16 @@ class Loop:
         self._report.line(
             f"to go on: {command('train.py', run_dir / CONFIG_FILE)}, or the same command as before"
         )
-        self._report.line(f"interrupted after step {saved}, which is saved in {run_dir}")
+        if saved:
+            self._report.line(f"interrupted after step {saved}, which is saved in {run_dir}")
+        else:
+            self._report.line("interrupted before the first step")
 
-    def _step(self, step: int) -> None:
-        """Trains on the next batch."""
+    def _step(self, step: int) -> bool:
+        """Trains on the next batch; False if interrupted while it waits for that."""
         try:
+            if self._feed.arrives and not self._wait(step - 1):
+                return False
             batch = self._feed.next()
         except Exception:
             # All processes must take part in a save, and the others are in this step already.
@@ -257,6 +270,13 @@ class Loop:
         self._state, metrics = train_step(self._state, batch)
         self._position = self._feed.get_state()
         self._unread.append(_Step(step, self._position, metrics))
+        return True
+
+    def _wait(self, step: int) -> bool:
+        """Waits for the data that follow a step; False if interrupted before."""
+        self._read_metrics(all_steps=True)
+        with self._report.pause("waiting for data"):
+            return self._feed.wait(lambda: self._interrupted(step))
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Measures the mean loss of a held-out token, `validation_loss`, and the other means of the
@@ -292,6 +312,15 @@ class Loop:
                 self._report.line(f"samples after step {step}:")
             for line in self._sampler(self._state.result, step, stops):
                 self._report.line(line)
+
+    def _export(self, step: int) -> None:
+        """Writes the weights after a step, if that is due."""
+        if self._exporter is None or not self._exporter.is_due(step):
+            return
+        self._read_metrics(all_steps=True)
+        jax.block_until_ready(self._state)
+        with self._report.pause("exporting"):
+            self._exporter(self._state.result, step)
 
     def _read_metrics(self, *, all_steps: bool = False, **measured: float) -> None:
         """Waits for the metrics of the steps (with `all_steps`, of the last one too), and reports

@@ -72,6 +72,19 @@ class Sampler(Protocol):
         ...
 
 
+class Exporter(Protocol):
+    """Writes the weights of a run while it trains."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights after a step are exported; 0 is before the first one."""
+        ...
+
+    def __call__(self, weights: Any, step: int) -> None:
+        """Writes the weights after a step. All processes call it, after the same steps; to write
+        the same weights once more must do no harm."""
+        ...
+
+
 Config = TypeVar("Config", bound=TrainConfig)
 Options = TypeVar("Options", bound=SampleOptions)
 
@@ -178,5 +191,14 @@ class Task(ABC, Generic[Config, Options]):
         Args:
             program: `trainer.parallel.step.Program` of the run.
             data: what `open_data` returned.
+        """
+        return None
+
+    def exporter(self, config: Config, note: Callable[[str], None]) -> Exporter | None:
+        """Exports the weights while a run trains; None for no exports.
+
+        Args:
+            config: config of the run.
+            note: is called with remarks for the log.
         """
         return None

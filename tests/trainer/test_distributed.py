@@ -11,10 +11,12 @@ import time
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import train
 from programs import REPOSITORY, change_checksum, records_of, shared_programs
 from refusals import refused
+from rollout_cases import make_rollouts, write_rollouts
 from tests.faults import failures
 from trainer import processes
 from trainer.config import Distributed
@@ -306,6 +308,30 @@ def test_any_number_of_processes_trains_alike_and_goes_on_with_the_run_of_anothe
             not_ours = ("[Gloo]", "peer ran", "cuda_plugin")
             assert [x for x in lines if not any(word in x for word in not_ours)] == []
         np.testing.assert_allclose(losses(run_dir), expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_follow_files_and_export_as_one_does(tmp_path):
+    """With ZeRO 3, no process has whole weights."""
+    (tmp_path / "rollouts").mkdir()
+    for seed in range(3):
+        path = tmp_path / "rollouts" / f"step_{seed}.jsonl"
+        write_rollouts(path, make_rollouts(count=10, longest=20, seed=seed))
+    exports = {}
+    for count in (1, 2):
+        run_dir = tmp_path / f"in_{count}"
+        flags = f"{failures.FLAGS} --devices 4 --zero 3 --steps 3 --objective policy --data.follow"
+        flags = [*flags.split(), "--data.path", str(tmp_path / "rollouts"), "--batch-size", "4"]
+        flags += ["--run-dir", str(run_dir), "--export.every", "1", "--seq-len", "48"]
+        with failures.Processes(count, flags, folder=tmp_path) as processes:
+            processes.end()
+        folders = sorted((run_dir / "exported").iterdir())
+        assert [x.name for x in folders] == [f"step_00000{step}" for step in range(4)]
+        exports[count] = [load_file(x / "model.safetensors") for x in folders]
+    for one, two in zip(exports[1], exports[2], strict=True):
+        assert one.keys() == two.keys()
+        for name, x in one.items():
+            np.testing.assert_allclose(two[name], x, atol=1e-5, err_msg=name)
 
 
 # Failures.

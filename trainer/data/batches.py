@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trainer.data.arriving import ArrivingBatches
 from trainer.data.dataset import Dataset, Groups
 from trainer.data.order import Batch, PartBatches, TrainingBatches, validation_batches
 from trainer.data.parts import BatchDescription, Parts
@@ -33,11 +35,14 @@ class Feed(Generic[Batch]):
         seed: int,
         num_held_out: int,
         parts: Parts | None = None,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+        note: Callable[[str], None] = warnings.warn,
     ) -> None:
         """Reads the batches to evaluate with, and starts to read those to train on.
 
         `sharding` is that of an array [B T]; `num_held_out` is rounded up to whole batches. `parts`
-        divides batches of whole documents; None to train on batches of rows.
+        divides batches of whole documents; None to train on batches of rows. `gather` and `note`
+        are those of `ArrivingBatches`.
         """
         self.loss_unit = data.loss_unit
         self._sharding = sharding
@@ -46,8 +51,11 @@ class Feed(Generic[Batch]):
         reading: Any = {"collate": data.collate, "batch_size": shape[0], "rows": self._rows}
         self._parts = parts
         groups = data.groups
-        self._training: TrainingBatches[Any] | PartBatches
-        if parts is None:
+        self._training: TrainingBatches[Any] | PartBatches | ArrivingBatches[Any]
+        if data.arriving is not None:
+            others: Any = {"seed": seed, "gather": gather, "note": note}
+            self._training = ArrivingBatches(data.arriving, **others, **reading)
+        elif parts is None:
             self._training = TrainingBatches(
                 data.train,
                 seed=seed,
@@ -67,8 +75,8 @@ class Feed(Generic[Batch]):
         # A batch of each structure and shape, to compile with.
         self._kinds = self._held_out[:1]
         if not self._kinds and parts is None:
-            examples = [data.train[0]] * len(self._rows)
-            self._kinds = [data.collate(examples, list(self._rows))]
+            example = data.train[0] if data.arriving is None else data.arriving.nothing
+            self._kinds = [data.collate([example] * len(self._rows), list(self._rows))]
         self.description: BatchDescription | None = None
         """What batches hold that differ in their tokens; None if they do not differ."""
         if parts is not None and data.documents is not None:
@@ -86,6 +94,16 @@ class Feed(Generic[Batch]):
             if line
         )
         """What the log says of the batches."""
+
+    @property
+    def arrives(self) -> bool:
+        """Whether batches appear while the run trains, so that each is waited for."""
+        return isinstance(self._training, ArrivingBatches)
+
+    def wait(self, stops: Callable[[], bool]) -> bool:
+        """As `ArrivingBatches.wait`."""
+        assert isinstance(self._training, ArrivingBatches), "other batches are there"
+        return self._training.wait(stops)
 
     def next(self) -> Batch:
         """The next batch to train on."""
@@ -126,7 +144,7 @@ class Feed(Generic[Batch]):
             counts = np.bincount(data.groups.train, minlength=len(data.groups.names))
             found = zip(counts, data.groups.names, strict=True)
             few = ", ".join(f"{n:,} of {name}" for n, name in found if 0 < n < self._batch_size)
-        elif self._parts is None and len(data.train) < self._batch_size:
+        elif self._parts is data.arriving is None and len(data.train) < self._batch_size:
             few = f"{len(data.train):,} examples"
         if not few:
             return None

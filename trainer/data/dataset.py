@@ -77,6 +77,19 @@ class Groups(NamedTuple):
     """The name of each group, for the log."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arriving:
+    """Examples to train on that are in files which appear in a folder while a run trains."""
+
+    folder: Path
+    open: Callable[[Path], Source]
+    """Reads a file."""
+    epochs: int | None
+    """How often each file is read; None if it is one batch, which is read once."""
+    nothing: Any
+    """What `Dataset.collate` takes for a row that only fills up a batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
     """The data of a run, in two parts."""
@@ -90,6 +103,8 @@ class Dataset:
     [rows, ...] in layout order."""
     documents: Documents | None = None
     """What there is in `train` as whole documents, for a run whose batches consist of these."""
+    arriving: Arriving | None = None
+    """Where examples appear, in place of `train`, which has none then."""
     groups: Groups | None = None
     """Groups of the examples; None if any examples can share a batch."""
     description: str

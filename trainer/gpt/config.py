@@ -80,6 +80,14 @@ class DataConfig:
     """What a batch consists of: "rows" of `seq_len` tokens, which all devices of a sequence share,
     or whole "documents", each on as few devices as can hold it. With "documents", `seq_len` is the
     largest length, and longer documents are cut. Evaluation always uses rows."""
+    follow: bool = False
+    """Whether `path` is a folder in which files of rollouts or pairs appear while the run trains.
+    They are trained on in the order of their names, in which step_9 comes before step_10; a file
+    must appear whole, as by renaming it. A file is one step, unless `epochs_a_file` says more. The
+    same command goes on with the file at which a run was stopped, which must still be there."""
+    epochs_a_file: int | None = None
+    """Number of times that each file is trained on with `follow`, in batches and in random order.
+    The default is one step on the whole file."""
     draw: int = 4096
     """Approximate number of documents that are drawn at a time with `batches="documents"`. Those of
     similar length share a part of a batch, so that devices wait less for each other."""
@@ -144,11 +152,36 @@ class DataConfig:
                 "mask_documents=False. Leave out --data.no-mask-documents, or use --data.batches "
                 "rows."
             )
+        self._check_follow()
         if self.batches == "rows" and self.draw != DataConfig.draw:
             raise InputError(
                 "data.draw is a number of documents, for batches of these; got "
                 f"draw={self.draw} with data.batches='rows'. Leave it out, or use "
                 "--data.batches documents."
+            )
+
+    def _check_follow(self) -> None:
+        """Raises if a setting does not suit files that appear while the run trains."""
+        check_minimum("data.epochs_a_file", self.epochs_a_file, 1)
+        if not self.follow:
+            if self.epochs_a_file is not None:
+                raise InputError(
+                    "data.epochs_a_file needs data.follow; got "
+                    f"epochs_a_file={self.epochs_a_file} alone. Use --data.follow, or leave it out."
+                )
+            return
+        self.check_rollouts()
+        if len(self.path) != 1 or self.batches == "documents":
+            raise InputError(
+                "data.follow needs one folder as data.path, and batches of rows; got "
+                f"{len(self.path)} paths, batches={self.batches!r}. Give one folder, and leave out "
+                "--data.batches."
+            )
+        if self.validation_fraction != DataConfig.validation_fraction:
+            raise InputError(
+                "Nothing is held out of files that appear while a run trains; got "
+                f"validation_fraction={self.validation_fraction}, follow=True. Use "
+                "--data.validation-path."
             )
 
     def check_rollouts(self) -> None:
@@ -178,6 +211,33 @@ class TextSampleConfig(SampleConfig):
             raise InputError(
                 f"sample.every needs sample.length tokens; got every={self.every}, length=0. Give "
                 "--sample.length 100, or leave --sample.every out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Weights for an inference engine, while the run trains."""
+
+    every: int | None = None
+    """Number of steps between exports, the first one before the first step; None for none. Each is
+    a folder in the format of Hugging Face, such as step_000012, which appears when it is whole;
+    adapters are exported by themselves, in PEFT's format."""
+    dir: Path | None = None
+    """Folder for these folders. The default is `exported` in that of the run."""
+    keep: int | None = None
+    """Number of these folders to keep: the newest ones. The default is all."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Data type of the tensors. The default is that of python -m trainer.gpt.export."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            check_minimum(f"export.{name}", getattr(self, name), 1)
+        check_folder("export.dir", self.dir or Path())
+        given = [x for x in ("dir", "keep", "dtype") if getattr(self, x) is not None]
+        if given and self.every is None:
+            raise InputError(
+                f"export.{given[0]} needs export.every; got {given[0]}="
+                f"{str(getattr(self, given[0]))!r} alone. Give --export.every too."
             )
 
 
@@ -215,6 +275,8 @@ class GPTTrainConfig(TrainConfig):
     """What is learned (docs/posttraining.md): to predict the next token; a "policy", from rollouts
     with rewards; a "preference" or a "reward" model, from pairs of answers; or to "distill" a
     teacher, from its log-probabilities. The settings of an objective begin with its name."""
+    export: ExportConfig = field(default_factory=ExportConfig)
+    """Exports while the run trains."""
     experts: Literal["auto", "gather", "dispatch"] = "auto"
     """Whether ZeRO 3 gathers the experts of a layer, or sends each token to the devices that have
     its experts. The default is what sends fewer bytes: to gather them, if sequences are long."""
@@ -268,6 +330,12 @@ class GPTTrainConfig(TrainConfig):
             raise InputError(
                 "replay_experts needs an objective on rollouts, whose records name experts; got "
                 f"objective={self.objective!r}. Leave it out."
+            )
+        if self.export.every is not None and self.has_adapters and self.init_from is None:
+            raise InputError(
+                "export.every needs init_from for adapters, which are exported for a pretrained "
+                f"model; got every={self.export.every}, init_from=None. Leave out --export.every, "
+                "or --lora.rank."
             )
         longest = self.data.longest_document
         if longest is not None and longest >= self.seq_len:

@@ -21,7 +21,7 @@ from trainer.gpt.pretrained.defaults import (
     with_vocabulary,
 )
 from trainer.run.settings import CHECKPOINTS_FOLDER
-from trainer.task import InitialWeights, Sampler, Task, with_rate_of_adapters
+from trainer.task import Exporter, InitialWeights, Sampler, Task, with_rate_of_adapters
 
 
 class GPTTask(Task[GPTTrainConfig, TextOptions]):
@@ -113,3 +113,8 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.gpt.sample import Continuation
 
         return Continuation(program, data.corpus) if program.config.sample.length else None
+
+    def exporter(self, config: GPTTrainConfig, note: Callable[[str], None]) -> Exporter | None:
+        from trainer.gpt.export.during import StepExporter
+
+        return None if config.export.every is None else StepExporter(config, note)

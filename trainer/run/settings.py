@@ -35,7 +35,7 @@ FREE_SETTINGS = (
     *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),
     # Only steps that are yet to be done depend on these.
     *("non_finite", "non_finite_limit"),
-    *("validation_every", "validation_sequences", "sample", "allow_changes"),
+    *("validation_every", "validation_sequences", "sample", "export", "allow_changes"),
 )
 
 OF_WEIGHTS = ("model.", "lora.", "frozen")

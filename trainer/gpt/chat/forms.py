@@ -54,9 +54,9 @@ def has_answers(config: GPTTrainConfig) -> bool:
 
 
 def has_rollouts(config: GPTTrainConfig) -> bool:
-    """Whether data are rollouts: for an objective that learns from these, or as the first record of
-    the first path has tokens, and no text."""
-    if config.row_loss is not None:
+    """Whether data are rollouts: for an objective that learns from these, in a folder of which they
+    are yet to appear, or as the first record of the first path has tokens, and no text."""
+    if config.row_loss is not None or config.data.follow:
         return True
     data = config.data
     if data.loss is not None or not data.path:

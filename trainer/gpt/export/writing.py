@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,79 +84,144 @@ def export_run(
     note: Any = print,
 ) -> Exported:
     """Writes the weights of a checkpoint, by default the newest whole one; the folder appears only
-    when it is whole. By default, each tensor has the type that it had in the pretrained model, or
-    float32 without one; `dtype` applies to all tensors but those in float32 among others of 16
-    bits. Adapters are float32 by default, and exported by themselves unless `merge` adds them to
-    the weights. A file has at most `shard_bytes` of tensors, unless one tensor has more. `note` is
-    called with remarks about the checkpoint."""
+    when it is whole. `dtype` and `merge` are those of `Export.of_run`. A file has at most
+    `shard_bytes` of tensors, unless one tensor has more. `note` is called with remarks about the
+    checkpoint."""
     check_new("OUT", out)
-    kept = kept_folder(run_dir)
-    values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
-    before: Any = "float32" if values is None else values.get("torch_dtype")
-    apart, ids = config.has_adapters and not merge, dict[str, int | None]()
-    check_merge(config, run_dir, merge=merge)
-    default_dtype = before if before in get_args(Dtype) and not apart else "float32"
-    weight_dtype, types = dtype or default_dtype, ExportTypes.of_run(kept, dtype, default_dtype)
-    family: str = family_of(config.model)
-    if values is not None and family == family_of(describe(values, CONFIG).model):
-        family = values["model_type"]  # Two families may have the same models.
-    beside = files_beside_weights(config, kept)
-    if apart:
-        base = None if values is None else describe(values, CONFIG).model
-        name, described = ADAPTER_CONFIG, peft_config(config, base, family, note=note)
-    else:
-        name, described = CONFIG, config_values(config, values, weight_dtype, note=note)
-        if ids := token_ids(config, beside.get(TOKENIZER), kept / TOKENIZER):
-            described |= ids
-            # It has those of the tokenizer that the model came with.
-            beside.pop(GENERATION, None)
-    ends = [described.get("eos_token_id")] if ids else eos_of(kept)
-    generation = _with_stops(read_stops(run_dir), ends, beside)
-    if generation and not apart:
-        described["eos_token_id"] = generation["eos_token_id"]
-    pad = described.get("pad_token_id")
-    stops = *read_stops(run_dir), *ends, config.data.end_of_document
-    if config.model.scores and pad is not None and pad in stops:
-        described["pad_token_id"] = None
-        note(
-            f"{CONFIG} has no pad_token_id: answers end with the token {pad}, which transformers "
-            "would take for padding, and score the token before it"
-        )
-    shapes = shapes_on_host(NextToken(config))
+    export = Export.of_run(run_dir, config, dtype=dtype, merge=merge, note=note)
     weights, restored_step = restore_model(
-        run_dir, config, shapes, step=step, only_trained=apart, note=note
+        run_dir, config, export.shapes, step=step, only_trained=export.apart, note=note
     )
-    arrays = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
-    written = weight_dtype
-
-    def open_base() -> Any:
-        return open_pretrained(config, split_adapters(shapes)[1])
+    written = ""
 
     def write(folder: Path) -> None:
         nonlocal written
-        if apart:
-            write_file(
-                folder / ADAPTER_FILE,
-                peft_tensors(arrays, jnp.dtype(weight_dtype), config.model, family),
-            )
-        else:
-            of_model = partial(places, model=config.model, family=family)
-            options: dict[str, Any] = {"shard_bytes": shard_bytes}
-            with base_weights(arrays, of_model, config, open_base, types, note=note) as base:
-                written = write_merged(
-                    arrays, of_model, config.lora, folder, types.of, base=base, **options
-                )
-        for file, path in beside.items():
-            copy_file(path, folder / file)
-        if generation:
-            (folder / GENERATION).write_text(
-                json.dumps(generation, indent=2) + "\n", encoding="utf-8"
-            )
-        # Last: a kill leaves a hidden folder without it.
-        (folder / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        written = export.write(by_path(weights), folder, shard_bytes=shard_bytes, note=note)
 
     write_folder(out, write, option="OUT")
     return Exported(step=restored_step, dtype=written, files=len(list(out.glob("*.safetensors"))))
+
+
+def by_path(weights: Any) -> dict[str, Any]:
+    """Weights by their paths."""
+    return {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """How the weights of a run are written, and what is written beside them."""
+
+    config: GPTTrainConfig
+    family: str
+    apart: bool
+    """Whether adapters are exported by themselves."""
+    dtype: str
+    """Type of the tensors whose type is not known."""
+    types: ExportTypes
+    described: tuple[str, dict[str, Any]]
+    """Name and content of the file that describes the model."""
+    generation: dict[str, Any]
+    """Content of generation_config.json; empty for that of `beside`, if it is there."""
+    beside: dict[str, Path]
+    """Files to copy, by name."""
+
+    @classmethod
+    def of_run(
+        cls,
+        run_dir: Path,
+        config: GPTTrainConfig,
+        *,
+        dtype: Dtype | None = None,
+        merge: bool = False,
+        note: Any = print,
+    ) -> Export:
+        """Reads what the folder of a run has beside checkpoints. By default, each tensor has the
+        type that it had in the pretrained model, or float32 without one; `dtype` applies to all
+        tensors but those in float32 among others of 16 bits. Adapters are float32 by default, and
+        exported by themselves unless `merge` adds them to the weights."""
+        kept = kept_folder(run_dir)
+        values = read_object(kept / CONFIG) if (kept / CONFIG).is_file() else None
+        before: Any = "float32" if values is None else values.get("torch_dtype")
+        apart, ids = config.has_adapters and not merge, dict[str, int | None]()
+        check_merge(config, run_dir, merge=merge)
+        default_dtype = before if before in get_args(Dtype) and not apart else "float32"
+        weight_dtype, types = dtype or default_dtype, ExportTypes.of_run(kept, dtype, default_dtype)
+        family: str = family_of(config.model)
+        if values is not None and family == family_of(describe(values, CONFIG).model):
+            family = values["model_type"]  # Two families may have the same models.
+        beside = files_beside_weights(config, kept)
+        if apart:
+            base = None if values is None else describe(values, CONFIG).model
+            name, described = ADAPTER_CONFIG, peft_config(config, base, family, note=note)
+        else:
+            name, described = CONFIG, config_values(config, values, weight_dtype, note=note)
+            if ids := token_ids(config, beside.get(TOKENIZER), kept / TOKENIZER):
+                described |= ids
+                # It has those of the tokenizer that the model came with.
+                beside.pop(GENERATION, None)
+        ends = [described.get("eos_token_id")] if ids else eos_of(kept)
+        generation = _with_stops(read_stops(run_dir), ends, beside)
+        if generation and not apart:
+            described["eos_token_id"] = generation["eos_token_id"]
+        pad = described.get("pad_token_id")
+        stops = *read_stops(run_dir), *ends, config.data.end_of_document
+        if config.model.scores and pad is not None and pad in stops:
+            described["pad_token_id"] = None
+            note(
+                f"{CONFIG} has no pad_token_id: answers end with the token {pad}, which "
+                "transformers would take for padding, and score the token before it"
+            )
+        return cls(
+            config=config,
+            family=family,
+            apart=apart,
+            dtype=weight_dtype,
+            types=types,
+            described=(name, described),
+            generation=generation,
+            beside=beside,
+        )
+
+    @functools.cached_property
+    def shapes(self) -> Any:
+        """Shapes of the weights on the host."""
+        return shapes_on_host(NextToken(self.config))
+
+    def write(
+        self,
+        arrays: Mapping[str, Any],
+        folder: Path,
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        note: Any = print,
+    ) -> str:
+        """Writes weights by their paths, those of adapters alone if they are exported by
+        themselves, and the files beside them; returns the types of the tensors."""
+        config, written = self.config, self.dtype
+        if self.apart:
+            tensors = peft_tensors(dict(arrays), jnp.dtype(self.dtype), config.model, self.family)
+            write_file(folder / ADAPTER_FILE, tensors)
+        else:
+            of_model = partial(places, model=config.model, family=self.family)
+            options: dict[str, Any] = {"shard_bytes": shard_bytes}
+
+            def open_base() -> Any:
+                return open_pretrained(config, split_adapters(self.shapes)[1])
+
+            with base_weights(arrays, of_model, config, open_base, self.types, note=note) as base:
+                written = write_merged(
+                    arrays, of_model, config.lora, folder, self.types.of, base=base, **options
+                )
+        for file, path in self.beside.items():
+            copy_file(path, folder / file)
+        if self.generation:
+            (folder / GENERATION).write_text(
+                json.dumps(self.generation, indent=2) + "\n", encoding="utf-8"
+            )
+        name, described = self.described
+        # Last: a kill leaves a hidden folder without it.
+        (folder / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        return written
 
 
 def _with_stops(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
-from trainer.data.files import RECORD_KINDS, Files
+from trainer.data.dataset import Arriving
+from trainer.data.files import RECORD_KINDS, Files, Kind, find_files, kind_of
 from trainer.gpt.batches import (
     NumbersOf,
     TextDataset,
@@ -71,10 +74,52 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
             "file with them, *.jsonl (docs/posttraining.md)."
         )
     data.check_rollouts()
+    if data.follow:
+        return (_followed(config, layout, cache),)
+    reader_of = functools.cache(partial(_pair_reader, config))
     inputs = find_inputs(data)
     check_effects(data, inputs, form=form_name)
+    opened = []
+    for found in inputs:
+        fraction, parts = data.validation_fraction, {"train": found.files}
+        if found.validation is not None:
+            fraction, parts = 0.0, parts | {"val": found.validation}
+        elif loss is not None and not loss.holds_out and fraction == DataConfig.validation_fraction:
+            fraction = 0.0
+        stored = _stored(config, parts, data.cache or cache, fraction, reader_of)
+        opened.append(_opened(config, layout, found, stored))
+    return tuple(opened)
+
+
+def _stored(
+    config: GPTTrainConfig,
+    parts: dict[str, Files],
+    cache: Path | None,
+    fraction: float,
+    reader_of: Callable[[Any], PairReader],
+) -> Stored:
+    """Reads the files of a path. `reader_of` gives what reads pairs in files of a kind."""
+    loss, files = config.row_loss, parts["train"]
+    form_name = "rollouts" if loss is None else loss.form
+    for part in parts.values():
+        if part.kind not in RECORD_KINDS:
+            raise InputError(
+                f"{form_name.capitalize()} must be JSONL or tables; got {part.kind} files in "
+                f"{part.name!r}. Give *.jsonl, *.parquet or *.arrow files (--data.path)."
+            )
+    form, read = _form(config), None
+    if form_name == "pairs":
+        reader = reader_of(files.kind)
+        form, read = replace(form, pairs=reader.digest), reader.read
+    stored = store_rollouts(parts, form, cache, fraction, read)
+    _check_lengths(stored.parts, files.name, fraction)
+    return stored
+
+
+def _form(config: GPTTrainConfig) -> Form:
+    loss = config.row_loss
     arrays = {} if loss is None else loss.arrays
-    form = Form(
+    return Form(
         vocab_size=config.model.vocab_size,
         longest=config.seq_len,
         lists=tuple(name for name in arrays if name in (*LISTS, *REFERENCES)),
@@ -82,37 +127,53 @@ def open_rollouts(config: GPTTrainConfig, layout: Layout, cache: Path) -> tuple[
         deviation=loss is None or getattr(loss, "deviation", True),
         teacher=arrays[TEACHER[0]][1][0] if TEACHER[0] in arrays else None,
         replay=config.replay,
-        ignored=data.ignored_keys,
+        ignored=config.data.ignored_keys,
     )
-    opened = []
-    for found in inputs:
-        for files in filter(None, (found.files, found.validation)):
-            if files.kind not in RECORD_KINDS:
-                raise InputError(
-                    f"{form_name.capitalize()} must be JSONL or tables; got {files.kind} files in "
-                    f"{files.name!r}. Give *.jsonl, *.parquet or *.arrow files (--data.path)."
-                )
-        fraction, parts = data.validation_fraction, {"train": found.files}
-        if found.validation is not None:
-            fraction, parts = 0.0, parts | {"val": found.validation}
-        elif loss is not None and not loss.holds_out and fraction == DataConfig.validation_fraction:
-            fraction = 0.0
-        read = None
-        if form_name == "pairs":
-            ends = loss is not None and loss.counts == "ends"
-            reader = _pair_reader(config, found.files, references=bool(arrays), ends=ends)
-            form, read = replace(form, pairs=reader.digest), reader.read
-        stored = store_rollouts(parts, form, data.cache or cache, fraction, read)
-        _check_lengths(stored.parts, found.files.name, fraction)
-        opened.append(_opened(config, layout, found, stored))
-    return tuple(opened)
 
 
-def _pair_reader(
-    config: GPTTrainConfig, files: Files, *, references: bool, ends: bool
-) -> PairReader:
-    """Turns the pairs of files into tokens."""
-    data = config.data
+def _followed(config: GPTTrainConfig, layout: Layout, cache: Path) -> TextDataset:
+    """The rollouts of files that are yet to appear in a folder; those held out are there."""
+    data, (folder,) = config.data, config.data.path
+    if not folder.is_dir():
+        raise InputError(
+            "data.follow needs a folder as data.path, in which files appear; got "
+            f"{str(folder)!r}, which is none. Make it, or leave out --data.follow."
+        )
+    reader_of = functools.cache(partial(_pair_reader, config))
+    held_out, shown = None, {"shown": "a new document"}
+    if data.validation_path is not None:
+        files = find_files(data.validation_path, "data.validation_path")
+        stored = _stored(config, {"train": files}, data.cache or cache, 0.0, reader_of)
+        held_out = _rows(config, stored.parts["train"])[1]
+        shown = {"held_out": (_stream(config, files.name, stored.parts["train"].tokens),)}
+
+    def opened(path: Path) -> PackedRollouts:
+        files = Files(name=str(path), kind=kind_of(path), paths={path.name: path})
+        stored = _stored(config, {"train": files}, None, 0.0, reader_of)
+        return _rows(config, stored.parts["train"])[1]
+
+    count = "nothing" if held_out is None else f"{len(held_out):,} rows"
+    times = "once" if data.epochs_a_file is None else f"{data.epochs_a_file} times"
+    corpus = _corpus(
+        config,
+        str(folder),
+        description=f"{folder}: files that appear in it, each trained on {times}; {count} held out",
+        digest="",
+        **shown,
+    )
+    return _dataset(
+        config,
+        layout,
+        corpus,
+        train=[],
+        held_out=held_out or [],
+        arriving=Arriving(folder=folder, open=opened, epochs=data.epochs_a_file, nothing=[]),
+    )
+
+
+def _pair_reader(config: GPTTrainConfig, kind: Kind) -> PairReader:
+    """Turns the pairs of files of a kind into tokens."""
+    data, loss = config.data, config.row_loss
     check_bytes(data, config.model.vocab_size)
     tokenizer, template = text_tokenizer(data, vocab_size=config.model.vocab_size), None
     if data.tokenizer is not None:
@@ -120,9 +181,9 @@ def _pair_reader(
     return PairReader(
         tokenizer=tokenizer,
         template=template,
-        kind=files.kind,
-        references=references,
-        ends=ends,
+        kind=kind,
+        references=loss is not None and bool(loss.arrays),
+        ends=loss is not None and loss.counts == "ends",
     )
 
 
@@ -137,54 +198,85 @@ def _check_lengths(stored: dict[str, StoredRollouts], name: str, fraction: float
         )
 
 
+def _rows(
+    config: GPTTrainConfig, rollouts: StoredRollouts
+) -> tuple[TokenDocuments, PackedRollouts]:
+    """Rollouts as documents, and in rows."""
+    loss, arrays = config.row_loss, config.arrays
+    adds_to_one = loss is not None and loss.mean_over == "examples"
+    documents = TokenDocuments(
+        lengths=rollouts.lengths,
+        read=partial(rollouts.example, reads=tuple(arrays or ()), adds_to_one=adds_to_one),
+        numbers=arrays,
+    )
+    return documents, PackedRollouts(rollouts, documents, config.seq_len)
+
+
 def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored) -> TextDataset:
     """The rows of the rollouts of a path."""
-    loss, vocab_size = config.row_loss, config.model.vocab_size
-    arrays = config.arrays
-    adds_to_one = loss is not None and loss.mean_over == "examples"
-    parts, documents, rows = stored.parts, {}, {}
-    for part, rollouts in parts.items():
-        documents[part] = TokenDocuments(
-            lengths=rollouts.lengths,
-            read=partial(rollouts.example, reads=tuple(arrays or ()), adds_to_one=adds_to_one),
-            numbers=arrays,
-        )
-        rows[part] = PackedRollouts(rollouts, documents[part], config.seq_len)
-    tokenizer = None
-    if config.data.tokenizer is not None or 256 <= vocab_size <= MOST_FOR_BYTES:
-        tokenizer = text_tokenizer(config.data, vocab_size=vocab_size)
+    parts = stored.parts
+    made = {part: _rows(config, rollouts) for part, rollouts in parts.items()}
+    rows = {part: of_part for part, (_, of_part) in made.items()}
     counts = [
         f"{x.description}, in {len(rows[part]):,} rows ({rows[part].share_of_padding:.0%} padding)"
         for part, x in parts.items()
     ]
     if "val" not in parts:
         counts.append("nothing")
-    name = found.files.name
     stream, held_out = (
-        Stream(name=name, tokens=parts[part].tokens, vocab_size=vocab_size)
+        _stream(config, found.files.name, parts[part].tokens)
         for part in ("train", "val" if "val" in parts else "train")
     )
-    corpus = Corpus(
+    corpus = _corpus(
+        config,
+        found.files.name,
         train=(stream,),
         held_out=(held_out,),
-        end_of_document=None if tokenizer is None else tokenizer.end_of_document,
-        unit="token" if tokenizer is None else tokenizer.unit,
-        decode=None if tokenizer is None else tokenizer.decode,
         description=described(found.files, found.validation, counts),
         digest=stored.digest,
         tokens=stored.tokens,
         shown="held-out text" if "val" in parts else "text of the data",
     )
-    # A loss of rows has units of its own.
-    per = "token" if loss is None or not adds_to_one else loss.form.removesuffix("s")
-    return TextDataset.of(
+    return _dataset(
+        config,
+        layout,
         corpus,
-        **({} if loss is None else {"loss_unit": f"per {per}"}),
         train=rows["train"],
         held_out=rows.get("val", []),
-        documents=documents["train"] if config.whole_documents else None,
-        collate=partial(collate_rollouts, layout=layout, length=config.seq_len, arrays=arrays),
+        documents=made["train"][0] if config.whole_documents else None,
     )
+
+
+def _stream(config: GPTTrainConfig, name: str, tokens: Any) -> Stream:
+    return Stream(name=name, tokens=tokens, vocab_size=config.model.vocab_size)
+
+
+def _corpus(config: GPTTrainConfig, name: str, **others: Any) -> Corpus:
+    """The tokens of rollouts, by default those of an empty document, and what turns them into text,
+    if that is known."""
+    tokenizer, vocab_size = None, config.model.vocab_size
+    if config.data.tokenizer is not None or 256 <= vocab_size <= MOST_FOR_BYTES:
+        tokenizer = text_tokenizer(config.data, vocab_size=vocab_size)
+    end = None if tokenizer is None else tokenizer.end_of_document
+    empty = _stream(config, name, np.array([end or 0], np.int32))
+    made: dict[str, Any] = {
+        "train": (empty,),
+        "held_out": (empty,),
+        "end_of_document": end,
+        "unit": "token" if tokenizer is None else tokenizer.unit,
+        "decode": None if tokenizer is None else tokenizer.decode,
+    }
+    return Corpus(**made | others)
+
+
+def _dataset(config: GPTTrainConfig, layout: Layout, corpus: Corpus, **others: Any) -> TextDataset:
+    loss = config.row_loss
+    if loss is not None:  # It has units of its own.
+        is_of_tokens = loss.mean_over == "tokens"
+        others["loss_unit"] = f"per {'token' if is_of_tokens else loss.form.removesuffix('s')}"
+    options = {"layout": layout, "length": config.seq_len, "arrays": config.arrays}
+    collate = partial(collate_rollouts, **options)
+    return TextDataset.of(corpus, collate=collate, **others)
 
 
 def collate_rollouts(
