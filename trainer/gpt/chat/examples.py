@@ -104,7 +104,8 @@ def check_keys(record: Record, known: Collection[str]) -> None:
         raise InputError(
             f"Every key of a record must be one of {', '.join(known)}; got {', '.join(unknown)} in "
             f"{record.place!r}. Leave out what says nothing that is to be learned: "
-            f"--data.ignored-keys {' '.join(map(shlex.quote, unknown))}"
+            f"--data.ignored-keys {' '.join(map(shlex.quote, unknown))} (in score.py, "
+            "--ignored-keys)"
         )
 
 

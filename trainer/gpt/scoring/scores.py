@@ -128,7 +128,8 @@ def score_file(
     line_of = with_rewards if rewards else partial(with_scores, options=options)
     part = out.with_name(f".{out.name}.part-{secrets.token_hex(4)}")
     files = records.files
-    size = sum(path.stat().st_size for path in files.paths.values())
+    parts = filter(None, (files, files.validation))
+    size = sum(path.stat().st_size for part in parts for path in part.paths.values())
     try:
         with storing(out.parent, "OUT"), shown_progress(f"scoring {files.name}", size) as advance:
             with open(part if session.is_first else os.devnull, "w", encoding="utf-8") as file:
