@@ -21,8 +21,7 @@ class RowLoss(ABC):
     """
 
     form: ClassVar[Literal["rollouts", "pairs"]] = "rollouts"
-    """What the records of the data are. Of pairs, the documents of a row are chosen and rejected
-    answers in turn, from a chosen one on."""
+    """What the records of the data are."""
     counts: ClassVar[Literal["targets", "ends"]] = "targets"
     """What counts of an answer in a pair: its tokens as targets, or its last token alone, which is
     read then, for its score."""
@@ -66,3 +65,40 @@ class RowLoss(ABC):
     def changed(self) -> tuple[str, ...]:
         """The names of the settings that are not the defaults."""
         return tuple(x for x, value in vars(self).items() if value != getattr(type(self), x))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairLoss(RowLoss):
+    """A loss of pairs of answers, each of which has a reward."""
+
+    form: ClassVar[Literal["rollouts", "pairs"]] = "pairs"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def mean_over(self) -> Literal["tokens", "examples"]:
+        return "examples"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return "margin", "accuracy", "chosen_reward", "rejected_reward"
+
+
+def sides_of(batch: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The pair of each token, and whether it is of the chosen or of the rejected answer: the
+    documents of a row are chosen and rejected answers in turn."""
+    is_chosen = batch.segment_ids % 2 == 0
+    return batch.segment_ids // 2, (is_chosen, ~is_chosen)
+
+
+def measured(chosen: Any, rejected: Any) -> dict[str, Any]:
+    """The metrics of `PairLoss`, from the rewards of both answers."""
+    margin = chosen - rejected
+    return {
+        "margin": margin,
+        "accuracy": (margin > 0).astype(margin.dtype),
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from models.checks import check_minimum, check_range
 from startrail_jax.errors import InputError
-from trainer.gpt.objectives.loss import RowLoss
+from trainer.gpt.objectives.loss import PairLoss, measured, sides_of
 
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 """The sums of the log-probabilities that a reference gives both answers, by TRL's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference(RowLoss):
+class Preference(PairLoss):
     """Losses of pairs of answers: DPO, IPO, SLiC's hinge and SimPO.
 
     Of a chosen answer with log-probability c, the sum over its tokens, and a rejected one with r,
@@ -36,8 +36,6 @@ class Preference(RowLoss):
         SLiC, https://arxiv.org/abs/2305.10425; SimPO, https://arxiv.org/abs/2405.14734
         (equation 6); the loss of the chosen answer beside it, https://arxiv.org/abs/2404.19733.
     """
-
-    form: ClassVar[Literal["rollouts", "pairs"]] = "pairs"
 
     loss: Literal["sigmoid", "ipo", "hinge", "simpo"] = "sigmoid"
     """The loss of a pair: that of DPO, of IPO, SLiC's hinge, or SimPO, which needs no reference."""
@@ -79,14 +77,6 @@ class Preference(RowLoss):
     def reads(self) -> tuple[str, ...]:
         return () if self.loss == "simpo" else REFERENCES
 
-    @property
-    def mean_over(self) -> Literal["tokens", "examples"]:
-        return "examples"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return "margin", "accuracy", "chosen_reward", "rejected_reward"
-
     def numbers(self, logits: Any, batch: Any) -> Any:
         from trainer.gpt.objectives.logprobs import logprobs_and_entropy
 
@@ -99,9 +89,7 @@ class Preference(RowLoss):
         import jax.numpy as jnp
 
         logprobs, one = numbers[..., 0], jnp.ones_like(numbers[..., 0])
-        # The documents of a row are chosen and rejected answers in turn.
-        pair, is_chosen = batch.segment_ids // 2, batch.segment_ids % 2 == 0
-        sides = is_chosen, ~is_chosen
+        pair, sides = sides_of(batch)
         totals = [sums(jnp.where(side, logprobs, 0), pair) for side in sides]
         counts = [jnp.maximum(sums(jnp.where(side, one, 0), pair), 1) for side in sides]
         rewards = totals
@@ -122,9 +110,4 @@ class Preference(RowLoss):
             losses = -jax.nn.log_sigmoid(margin - self.gamma)
         if self.sft_weight:
             losses -= self.sft_weight * totals[0] / counts[0]
-        return losses, {
-            "margin": margin,
-            "accuracy": (margin > 0).astype(jnp.float32),
-            "chosen_reward": self.beta * rewards[0],
-            "rejected_reward": self.beta * rewards[1],
-        }
+        return losses, measured(*(self.beta * x for x in rewards))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from models.checks import check_range
-from trainer.gpt.objectives.loss import RowLoss
+from trainer.gpt.objectives.loss import PairLoss, measured, sides_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward(RowLoss):
+class Reward(PairLoss):
     """Bradley and Terry's loss of pairs of answers, which trains a model of scores.
 
     The reward of an answer is the score of its last token, which the model reads. Of a chosen
@@ -26,7 +26,6 @@ class Reward(RowLoss):
         https://arxiv.org/abs/2312.09244 (section 2).
     """
 
-    form: ClassVar[Literal["rollouts", "pairs"]] = "pairs"
     counts: ClassVar[Literal["targets", "ends"]] = "ends"
 
     centre: float = 0.0
@@ -34,18 +33,6 @@ class Reward(RowLoss):
 
     def __post_init__(self) -> None:
         check_range("reward.centre", self.centre, "at least 0 and finite")
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def mean_over(self) -> Literal["tokens", "examples"]:
-        return "examples"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return "margin", "accuracy", "chosen_reward", "rejected_reward"
 
     def numbers(self, logits: Any, batch: Any) -> Any:
         return logits
@@ -56,18 +43,8 @@ class Reward(RowLoss):
         import jax
         import jax.numpy as jnp
 
-        scores = numbers[..., 0]
-        # The documents of a row are chosen and rejected answers in turn.
-        pair, is_chosen = batch.segment_ids // 2, batch.segment_ids % 2 == 0
         # The end of each answer alone counts.
-        chosen, rejected = (
-            sums(jnp.where(side, scores, 0), pair) for side in (is_chosen, ~is_chosen)
-        )
-        margin = chosen - rejected
-        losses = -jax.nn.log_sigmoid(margin) + self.centre * (chosen + rejected) ** 2
-        return losses, {
-            "margin": margin,
-            "accuracy": (margin > 0).astype(jnp.float32),
-            "chosen_reward": chosen,
-            "rejected_reward": rejected,
-        }
+        pair, sides = sides_of(batch)
+        chosen, rejected = (sums(jnp.where(side, numbers[..., 0], 0), pair) for side in sides)
+        losses = -jax.nn.log_sigmoid(chosen - rejected) + self.centre * (chosen + rejected) ** 2
+        return losses, measured(chosen, rejected)
