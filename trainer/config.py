@@ -477,6 +477,7 @@ class TrainConfig:
                 "init_from",
                 "init_text_only",
                 "objective",
+                "replay_experts",
                 "frozen",
                 "mirror",
             ),

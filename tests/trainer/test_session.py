@@ -14,7 +14,7 @@ PATHS_OF_DATA = ("path", "tokenizer", "chat_template", "validation_path", "cache
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (gpt_tiny(), {"init_from", "run_dir", *(f"data.{x}" for x in PATHS_OF_DATA)}),
+        (gpt_tiny(), {"init_from", "run_dir", "export.dir", *(f"data.{x}" for x in PATHS_OF_DATA)}),
         (dit_digits(), {"data.path", "run_dir"}),
         (TextOptions(), {"prompt_file", "tokenizer"}),
         (ImageOptions(), {"out"}),
