@@ -145,6 +145,18 @@ def test_rows_and_seeds_differ_and_rows_do_not_depend_on_what_is_beside_them():
 
 
 @pytest.mark.slow
+def test_seed_of_a_call_is_that_of_the_sampling_and_compiles_nothing():
+    wanted = one_device(dataclasses.replace(SAMPLING, seed=4))
+    assert one_device() != wanted
+    generator = make_generator(st.Degrees())
+    programs = generator.prefill._cache_size(), generator.decode._cache_size()
+    assert generate(generator, prompts(5, 13, 9), seed=4) == wanted
+    assert (generator.prefill._cache_size(), generator.decode._cache_size()) == programs
+    with refused(InputError, "seed"):
+        generate(generator, prompts(5, 13, 9), seed=1 << 32)
+
+
+@pytest.mark.slow
 def test_rows_end_with_the_document():
     rows = one_device()
     end = rows[1][2]
@@ -179,10 +191,10 @@ def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
     """A decode step does not copy it."""
     config = dataclasses.replace(MODEL, layers=12)
     generator = make_generator(st.Degrees.startrail(8, c=2), config=config)
-    cache, lengths = cache_shapes(generator, slots=1 << 15)
+    cache, lengths, seed = cache_shapes(generator, slots=1 << 15)
     of_cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert of_cache == 2 * 12 * 2 * (1 << 15) * 2 * 4 * 4
-    lowered = generator.decode.lower(generator.weight_shapes, cache, lengths, lengths)
+    lowered = generator.decode.lower(generator.weight_shapes, cache, lengths, lengths, seed)
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes == of_cache // 8
     # Temporary arrays hold keys and values of one layer at a time, of twelve.
@@ -192,20 +204,21 @@ def test_cache_of_32k_tokens_is_an_eighth_on_each_of_eight_devices():
 @pytest.mark.slow
 def test_cache_is_in_the_type_of_the_activations_and_holds_no_head_twice():
     config = dataclasses.replace(MODEL, kv_heads=1, dtype="bfloat16")
-    cache, _ = cache_shapes(make_generator(st.Degrees(head=4), config=config), slots=64)
+    cache, *_ = cache_shapes(make_generator(st.Degrees(head=4), config=config), slots=64)
     assert [(x.shape, x.dtype.name) for x in cache["blocks"]] == [
         ((2, 2, 64, 1, 4), "bfloat16")
     ] * 2
     # Both devices along tensor have the head.
-    cache, _ = cache_shapes(make_generator(st.Degrees(head=2, tensor=2), config=config), slots=64)
+    cache, *_ = cache_shapes(make_generator(st.Degrees(head=2, tensor=2), config=config), slots=64)
     assert {x.shape for x in cache["blocks"]} == {(2, 2, 64, 2, 4)}
 
 
 def cache_shapes(generator, slots):
-    """Shapes of a cache for two rows, and of the rows' lengths."""
+    """Shapes of a cache for two rows, of the rows' lengths and of a seed."""
     tokens, lengths = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((2, slots), (2,)))
-    arguments = (generator.weight_shapes, tokens, tokens, lengths)
-    return jax.eval_shape(generator.prefill, *arguments)[1], lengths
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
+    arguments = (generator.weight_shapes, tokens, tokens, lengths, seed)
+    return jax.eval_shape(generator.prefill, *arguments)[1], lengths, seed
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int32, Integer
+from jaxtyping import Array, Float, Int32, Integer, UInt32
 
 from models.gpt import GPT
 from models.parts.gpt import gpt_weights, recurrences_of, stack_pairs
@@ -72,14 +73,15 @@ class Generator:
         spec, caches = attention.sequence_spec, self._cache_specs
         rows = PartitionSpec(spec[0])
         on_each = partial(self._model.on_each_device, out_specs=(PartitionSpec(), caches))
-        prefill = on_each(self._local_prefill, in_specs=(spec, spec, rows))
+        seed = PartitionSpec()
+        prefill = on_each(self._local_prefill, in_specs=(spec, spec, rows, seed))
         self.prefill: Callable[..., Any] = compiled(prefill)
-        """(weights, tokens [B S], positions [B S], lengths [B]) -> (next tokens [B], on every
-        device, and caches). Tokens and positions are in layout order."""
-        decode = on_each(self._local_decode, in_specs=(caches, rows, rows))
+        """(weights, tokens [B S], positions [B S], lengths [B], seed []) -> (next tokens [B], on
+        every device, and caches). Tokens and positions are in layout order."""
+        decode = on_each(self._local_decode, in_specs=(caches, rows, rows, seed))
         self.decode: Callable[..., Any] = compiled(decode, donate_argnums=1)
-        """(weights, caches, tokens [B], their positions [B]) -> (next tokens [B], caches), like
-        `prefill`; the new caches take the memory of the old ones."""
+        """(weights, caches, tokens [B], their positions [B], seed []) -> (next tokens [B], caches),
+        like `prefill`; the new caches take the memory of the old ones."""
 
     def __call__(
         self,
@@ -89,23 +91,26 @@ class Generator:
         num_tokens: int,
         end_of_document: int | None = None,
         stops: Sequence[int] = (),
+        seed: int | None = None,
     ) -> Iterator[tuple[int | None, ...]]:
         """Continues all prompts, which may differ in length: yields the next token of each, up to
         `num_tokens` times. A row that has ended yields None, beginning with the token that ended
-        it."""
+        it. `seed` takes the place of that of `sampling`, and compiles nothing anew."""
         for prompt in prompts:
             self.check_prompt(prompt)
         ends = [*stops] if end_of_document is None else [end_of_document, *stops]
-        return self._generate(self._gather(weights), list(prompts), num_tokens, ends)
+        seed = self.sampling.seed if seed is None else replace(self.sampling, seed=seed).seed
+        return self._generate(self._gather(weights), list(prompts), num_tokens, ends, seed)
 
     def _generate(
-        self, weights: Any, prompts: list[Any], num_tokens: int, ends: list[int]
+        self, weights: Any, prompts: list[Any], num_tokens: int, ends: list[int], seed: int
     ) -> Iterator[tuple[int | None, ...]]:
         if not num_tokens or not prompts:
             return
         rows = PartitionSpec(self.attention.sequence_spec[0])
         tokens, positions, lengths = self._batch(prompts, num_tokens)
-        new, caches = self.prefill(weights, tokens, positions, self._place(lengths, rows))
+        placed = self._place(np.uint32(seed), PartitionSpec())
+        new, caches = self.prefill(weights, tokens, positions, self._place(lengths, rows), placed)
         ended = np.zeros(len(prompts), bool)
         for i in range(num_tokens):
             # The tokens are read before the next step starts: programs of simulated devices that
@@ -115,7 +120,8 @@ class Generator:
             yield tuple(None if end else int(x) for x, end in zip(chosen, ended, strict=True))
             if i + 1 == num_tokens or ended.all():
                 return
-            new, caches = self.decode(weights, caches, new, self._place(lengths + i, rows))
+            at = self._place(lengths + i, rows)
+            new, caches = self.decode(weights, caches, new, at, placed)
 
     def _batch(
         self, prompts: list[Any], num_tokens: int
@@ -160,7 +166,7 @@ class Generator:
                 "the model was trained with."
             )
 
-    def _place(self, x: np.ndarray, spec: PartitionSpec) -> Array:
+    def _place(self, x: Any, spec: PartitionSpec) -> Array:
         """An array on the devices, from processes that each have the whole array."""
         sharding = NamedSharding(self.attention.mesh, spec)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
@@ -204,6 +210,7 @@ class Generator:
         tokens: Int32[Array, "b s"],
         positions: Int32[Array, "b s"],
         lengths: Int32[Array, " b"],
+        seed: UInt32[Array, ""],
     ) -> tuple[Int32[Array, " B"], Any]:
         copies = self.attention.key_copies(self._config.kv_heads)
         segment_ids = jnp.where(positions < lengths[:, None], 0, -1)
@@ -232,7 +239,7 @@ class Generator:
         last_hidden = jnp.sum(jnp.where(last, hidden, 0), axis=1, keepdims=True)
         if self._sequence_axes:
             last_hidden = lax.psum(last_hidden, self._sequence_axes)
-        return self._choose(model, last_hidden, lengths), caches
+        return self._choose(model, last_hidden, lengths, seed), caches
 
     def _local_decode(
         self,
@@ -240,6 +247,7 @@ class Generator:
         caches: Any,
         tokens: Int32[Array, " b"],
         positions: Int32[Array, " b"],
+        seed: UInt32[Array, ""],
     ) -> tuple[Int32[Array, " B"], Any]:
         at = positions[:, None]
         copies = self.attention.key_copies(self._config.kv_heads)
@@ -273,20 +281,24 @@ class Generator:
         model = self._model.local(weights)
         attends = self._by_stack(attend, mix)
         hidden, caches = model.hidden_with_cache(tokens[:, None], at, caches, attends)
-        return self._choose(model, hidden, positions + 1), caches
+        return self._choose(model, hidden, positions + 1, seed), caches
 
     def _choose(
-        self, model: GPT, hidden: Float[Array, "b 1 width"], positions: Int32[Array, " b"]
+        self,
+        model: GPT,
+        hidden: Float[Array, "b 1 width"],
+        positions: Int32[Array, " b"],
+        seed: UInt32[Array, ""],
     ) -> Int32[Array, " B"]:
         """Chooses the tokens at these positions; returns the tokens of all rows, on all devices."""
         logits = model.logits(hidden)[:, 0]
         count = len(positions)
         data = self.attention.degrees.data
         first = lax.axis_index("data") * count if data > 1 else 0
-        seed = jax.random.key(self.sampling.seed)
+        base = jax.random.key(seed)
 
         def choose(logits: Array, row: Array, position: Array) -> Array:
-            key = jax.random.fold_in(jax.random.fold_in(seed, row), position)
+            key = jax.random.fold_in(jax.random.fold_in(base, row), position)
             return choose_token(logits, self.sampling, key)
 
         tokens = jax.vmap(choose)(logits, first + jnp.arange(count), positions)
