@@ -1,5 +1,6 @@
 """Pretrained models in the format of Hugging Face: what is read and refused, and the way back."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -320,8 +321,10 @@ def test_config_that_is_wrong_or_not_supported_is_refused(error, values, named):
 
 
 @pytest.mark.parametrize("folder", sorted(x.name for x in REFERENCES.iterdir()))
-def test_null_is_the_default_where_transformers_has_none(folder):
+def test_null_is_nothing_where_transformers_reads_it_so(folder):
+    """A null that it reads as something else is refused: it is no default."""
     values = text_values(read_object(REFERENCES / folder / "config.json"), folder)
+    family = FAMILIES[values["model_type"]]
     reader = transformers.CONFIG_MAPPING[values["model_type"]]
 
     def outcome(values):
@@ -330,10 +333,26 @@ def test_null_is_the_default_where_transformers_has_none(folder):
         except (InputError, UnsupportedError) as error:
             return str(error)
 
-    for key in sorted({*READ, *FAMILIES[values["model_type"]].keys, *ONLY} - {*NAMES}):
-        if getattr(reader, key, None) is None:
-            without = {name: x for name, x in values.items() if name != key}
-            assert outcome(without | {key: None}) == outcome(without), key
+    def read(values):
+        try:
+            return reader(**copy.deepcopy(values)).to_dict()
+        except Exception:
+            return None
+
+    found = {"nothing": 0, "something": 0}
+    for key in sorted({*READ, *family.keys, *ONLY} - {*NAMES}):
+        without = {name: x for name, x in values.items() if name != key}
+        null = without | {key: None}
+        only = {**ONLY, **family.only}.get(key, ())
+        is_false = key not in family.keys and any(not x for x in only)
+        if read(null) is not None and (is_false or read(null) == read(without)):
+            assert outcome(null) == outcome(without), key
+            found["nothing"] += 1
+        elif outcome(null) != outcome(without):
+            # What differs is refused, or is another model by the value that null is.
+            found["something"] += 1
+    assert min(found.values()) > 3
+    assert "is_causal must be True" in outcome(values | {"is_causal": None})
 
 
 @pytest.mark.parametrize(

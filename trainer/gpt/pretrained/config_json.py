@@ -6,6 +6,7 @@ Unsupported values are refused, and so are unknown keys, which might change the 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 from models.config import GPTConfig
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
+from trainer.gpt.pretrained.families.family import Family
 from trainer.gpt.pretrained.families.table import (
     FAMILIES,
     MULTIMODAL,
@@ -125,12 +127,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
         )
     family, transformers = FAMILIES[model_type], transformers_for(name)
     reader = transformers.CONFIG_MAPPING[model_type]
-    # A null says something only where the default is something else, as of a window.
-    values = {
-        key: value
-        for key, value in values.items()
-        if value is not None or getattr(reader, key, None) is not None
-    }
+    values = _without_idle_nulls(values, reader, family)
     _check_keys(values, model_type, {*transformers.GenerationConfig().to_dict(), *IDLE}, name)
     family.check_types(values, name)
     family.check(values, name)
@@ -151,6 +148,26 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     rope = replace(simple.rope, stretches=model.rope.stretches)
     length = read.values["max_position_embeddings"]
     return Description(family=model_type, model=replace(simple, rope=rope), length=length)
+
+
+def _without_idle_nulls(values: Mapping[str, Any], reader: Any, family: Family) -> dict[str, Any]:
+    """Values without the nulls that transformers reads as if they were left out, or that stand for
+    the only value that is supported, such as False; others, as of a window, say something."""
+    only = {key: x for key, x in {**ONLY, **family.only}.items() if key not in family.keys}
+    given = {key: value for key, value in values.items() if value is not None}
+
+    def read(**nulls: None) -> Any:
+        try:
+            return reader(**copy.deepcopy(given), **nulls).to_dict()
+        except Exception:  # Whatever the values make it raise.
+            return None
+
+    plain_values, idle = read(), set[str]()
+    for key in values.keys() - given:
+        found, is_false = read(**{key: None}), any(not x for x in only.get(key, ()))
+        if found is not None and (is_false or found == plain_values):
+            idle.add(key)
+    return {key: value for key, value in values.items() if key not in idle}
 
 
 def _has_scores(values: Mapping[str, Any], architecture: str, name: str) -> bool:

@@ -67,7 +67,7 @@ class Olmoe(Family):
         """The model with the options that change its weights or windows; `forward` has the
         others."""
         heads, width, head_dim = (
-            values.values[key] for key in ("num_attention_heads", "hidden_size", "head_dim")
+            values.number(key) for key in ("num_attention_heads", "hidden_size", "head_dim")
         )
         if heads * head_dim != width:  # Of which it takes the norm of a query.
             raise values.wrong("head_dim", f"{width} / {heads}", head_dim)
