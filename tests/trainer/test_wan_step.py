@@ -16,7 +16,7 @@ from programs import make_program as program_of
 from programs import make_wan_config, train_steps
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.config import LoraConfig
+from trainer.config import AttentionConfig, LoraConfig
 from trainer.data.batches import place
 from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.config import ClipConfig, FlowConfig
@@ -84,6 +84,7 @@ SETTINGS = {
     "Ring Attention": (CONFIG, st.Degrees.ring_attention(8), {}),
     "StarTrail": (CONFIG, st.Degrees.startrail(8, c=2), {"remat": "projections_saved", "tile": 8}),
     "StarTrail x Ulysses": (CONFIG, st.Degrees.startrail(8, c=2, head=2), {"remat": "full"}),
+    "a double ring": (CONFIG, st.Degrees(ring=8), {"attention": AttentionConfig(inner=2)}),
     "team x ring": (CONFIG, st.Degrees(team=4, ring=2), {"remat": "attention_saved"}),
     "tensor, accumulation": (
         *(CONFIG, st.Degrees(tensor=2, team=2, ring=2), {"gradient_accumulation": 2}),

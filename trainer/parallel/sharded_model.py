@@ -143,9 +143,8 @@ class ShardedModel:
         names = tuple(x for x in slowest_first(mesh) if x != "tensor" and mesh.shape[x] > 1)
         devices = math.prod(mesh.shape[name] for name in names)
         degrees = Degrees(data=devices, tensor=attention.degrees.tensor)
-        return dataclasses.replace(
-            attention, axis=names, degrees=degrees, axis_names=None, layout="contiguous"
-        )
+        order: dict[str, Any] = {"layout": "contiguous", "inner": 1}
+        return dataclasses.replace(attention, axis=names, degrees=degrees, axis_names=None, **order)
 
     def windowed(self, size: tuple[int, int] | None) -> Attention:
         """The attention of a layer with a window, given as `local_window_size`."""
