@@ -36,6 +36,20 @@ class SampleOptions:
         return cls(devices=config.devices, mesh=config.mesh)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Smaller:
+    """How much smaller a run is that verifies another. It has one layer of each kind."""
+
+    tokens: int | None = None
+    """Largest number of tokens of a row; windows and documents shrink in proportion. None for all
+    tokens."""
+    channels: int | None = None
+    """Channels of the residual stream and of the MLPs, for a model that is narrow too, and has
+    fewer words. None for those of the run."""
+    head_dim: bool = False
+    """Whether heads of a narrow model keep their channels, which kernels may need."""
+
+
 class InitialWeights(ABC):
     """Weights that are read from elsewhere, such as those of a pretrained model."""
 
@@ -146,6 +160,19 @@ class Task(ABC, Generic[Config, Options]):
             OSError: if the data cannot be read.
             ValueError: if the data do not fit the config.
         """
+
+    @abstractmethod
+    def smaller(self, config: Config, to: Smaller) -> Config:
+        """A smaller run with the same kinds of layers and the same loss, for `--verify`."""
+
+    @abstractmethod
+    def drawn_data(self, config: Config, layout: Any) -> Dataset:
+        """Random data for such a run, whose documents begin and end anywhere. Arguments as in
+        `open_data`."""
+
+    def settled(self, data: Dataset, config: Config, layout: Any) -> Dataset:
+        """The data without choices that a rounding error may turn, such as that of experts."""
+        return data
 
     def inputs(self, config: Config) -> Sequence[tuple[str, Path | None]]:
         """The files and folders that `open_data` reads, with the names of their settings: without

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.data.dataset import Dataset
 from trainer.dit.config import DiTTrainConfig, ImageOptions
-from trainer.task import Sampler, Task
+from trainer.task import Sampler, Smaller, Task
 
 
 class DiTTask(Task[DiTTrainConfig, ImageOptions]):
@@ -27,6 +27,16 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         from trainer.dit.sizes import sizes_of
 
         return sizes_of(config)
+
+    def smaller(self, config: DiTTrainConfig, to: Smaller) -> DiTTrainConfig:
+        from trainer.dit.smaller import smaller_denoiser
+
+        return smaller_denoiser(config, to)
+
+    def drawn_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
+        from trainer.dit.smaller import drawn_images
+
+        return drawn_images(config, layout)
 
     def inputs(self, config: DiTTrainConfig) -> list[tuple[str, Path | None]]:
         return [("data.path", config.data.path)]

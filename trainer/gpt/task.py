@@ -21,7 +21,7 @@ from trainer.gpt.pretrained.defaults import (
     with_vocabulary,
 )
 from trainer.run.settings import CHECKPOINTS_FOLDER
-from trainer.task import Exporter, InitialWeights, Sampler, Task, with_rate_of_adapters
+from trainer.task import Exporter, InitialWeights, Sampler, Smaller, Task, with_rate_of_adapters
 
 
 class GPTTask(Task[GPTTrainConfig, TextOptions]):
@@ -75,6 +75,21 @@ class GPTTask(Task[GPTTrainConfig, TextOptions]):
         from trainer.gpt.sizes import sizes_of
 
         return sizes_of(config)
+
+    def smaller(self, config: GPTTrainConfig, to: Smaller) -> GPTTrainConfig:
+        from trainer.gpt.smaller import smaller_gpt
+
+        return smaller_gpt(config, to)
+
+    def drawn_data(self, config: GPTTrainConfig, layout: Any) -> Dataset:
+        from trainer.gpt.smaller import drawn_text
+
+        return drawn_text(config, layout)
+
+    def settled(self, data: Dataset, config: GPTTrainConfig, layout: Any) -> Dataset:
+        from trainer.gpt.smaller import with_drawn_experts
+
+        return with_drawn_experts(data, config, layout)
 
     def inputs(self, config: GPTTrainConfig) -> list[tuple[str, Path | None]]:
         # A run has a copy of some tokenizers.

@@ -14,7 +14,7 @@ from trainer.data.dataset import Dataset
 from trainer.dit.wan.config import FlowConfig, VideoOptions, WanTrainConfig, name_of
 from trainer.dit.wan.config_json import folder_of, is_of_diffusers, range_of, read_config
 from trainer.run.settings import CHECKPOINTS_FOLDER
-from trainer.task import InitialWeights, Task, with_rate_of_adapters
+from trainer.task import InitialWeights, Smaller, Task, with_rate_of_adapters
 
 
 class WanTask(Task[WanTrainConfig, VideoOptions]):
@@ -79,6 +79,16 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
         from trainer.dit.wan.sizes import sizes_of
 
         return sizes_of(config)
+
+    def smaller(self, config: WanTrainConfig, to: Smaller) -> WanTrainConfig:
+        from trainer.dit.wan.smaller import smaller_wan
+
+        return smaller_wan(config, to)
+
+    def drawn_data(self, config: WanTrainConfig, layout: Any) -> Dataset:
+        from trainer.dit.wan.smaller import drawn_clips
+
+        return drawn_clips(config, layout)
 
     def inputs(self, config: WanTrainConfig) -> list[tuple[str, Path | None]]:
         return [("data.path", config.data.path)]

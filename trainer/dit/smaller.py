@@ -1,0 +1,67 @@
+"""A smaller run of a diffusion transformer, and random data for it. Imports no jax at first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from trainer.dit.config import DenoiserTrainConfig, DiTTrainConfig
+from trainer.task import Smaller
+
+_DIM = 16
+"""Channels of a head, where they need not be those of the run."""
+EXAMPLES = 64
+"""Examples of random data."""
+
+
+def smaller_denoiser(config: Any, to: Smaller) -> Any:
+    """`Task.smaller`, for any diffusion transformer."""
+    model = replace(config.model, layers=min(config.model.layers, 2))
+    if to.channels is not None:
+        dim = model.head_dim if to.head_dim else min(model.head_dim, _DIM)
+        mlp = min(model.mlp_width, to.channels)
+        model = replace(model, width=model.heads * dim, mlp_width=mlp)
+    size, frames = _fewer_tokens(config, to.tokens)
+    return replace(config, model=model, size=size, block_frames=frames)
+
+
+def _fewer_tokens(
+    config: DenoiserTrainConfig, tokens: int | None
+) -> tuple[tuple[int, int, int], int | None]:
+    """A size of at most so many tokens, or one more halving of a side, and frames of a block."""
+    patch, frames = config.model.patch, config.block_frames
+    grid = [n // p for n, p in zip(config.size, patch, strict=True)]
+    while tokens is not None and np.prod(grid) > tokens and max(grid) > 1:
+        side = grid.index(max(grid))
+        grid[side] = (grid[side] + 1) // 2
+    if frames is not None and grid[0] * patch[0] < config.size[0]:
+        frames = min(frames, max(grid[0] // 2, 1) * patch[0])
+    size = tuple(n * p for n, p in zip(grid, patch, strict=True))
+    return (size[0], size[1], size[2]), frames
+
+
+def drawn_images(config: DiTTrainConfig, layout: Any) -> Any:
+    """`Task.drawn_data`."""
+    from trainer.data.dataset import Dataset
+    from trainer.dit.batches import image_batch
+    from trainer.dit.images import Example
+
+    rng, classes = np.random.default_rng(config.seed), config.model.classes
+    shape = (*config.size, config.model.channels)
+    examples: Any = [
+        Example(
+            rng.standard_normal(shape).astype(np.float32),
+            int(rng.integers(classes)) if classes else None,
+        )
+        for _ in range(EXAMPLES)
+    ]
+    return Dataset(
+        train=examples,
+        held_out=examples[:0],
+        collate=partial(image_batch, config=config, layout=layout),
+        description="random images",
+        loss_unit="",
+    )
