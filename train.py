@@ -5,6 +5,7 @@
     python train.py --mesh.c 1 --run-dir runs/ring                # Ring Attention
     python train.py llama3_8b --data.path FOLDER --data.tokenizer tokenizer.json
     python train.py gpt_7b --plan show          # which mesh is fastest here? Then --plan use
+    python train.py gpt_7b --verify             # is everything right on these devices?
     python train.py runs/gpt_tiny/config.json --steps 2000 --run-dir runs/longer
     python train.py --init-from Qwen3-8B --data.path FOLDER      # goes on from a pretrained model
     python train.py gpt_7b --help               # all flags, with the values of that recipe
@@ -73,7 +74,7 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
     # Processes. The first of them copies the run to its mirror.
     with joined(processes, config.devices, config.run_dir, saves_at_sigterm=True) as session:
         former = agree(config, kind=f"a config of kind {config.kind}", folder=config.run_dir)
-        url = None if config.plan == "show" else config.mirror
+        url = None if config.plan == "show" or config.verify else config.mirror
         copies = Mirror(
             url if session.is_first else None, config.run_dir, keep=config.checkpoint.keep
         )
@@ -93,6 +94,10 @@ def train(config: TrainConfig, distributed: Distributed | None = None) -> Losses
                 return Losses([], None)
             if processes.several:  # Only now do the others hear of what is missing here.
                 _require_inputs(task, config, tracks=session.is_first)
+            if config.verify:
+                from trainer.verify.run import verify
+
+                return Losses([], None, verified=verify(config, mesh, report.line))
             return _run(config, mesh, session, copies, report)
 
 
@@ -166,7 +171,7 @@ def _require_inputs(task: Any, config: TrainConfig, *, tracks: bool = True) -> N
     if config.plan != "show":
         for name, path in task.inputs(config):
             require_there(name, path)
-        if tracks:
+        if tracks and not config.verify:
             require_wandb(config)
 
 
@@ -212,5 +217,8 @@ if __name__ == "__main__":
     # Outermost, so that one of several processes ends with the others.
     with exit_on_user_errors():
         wanted = read_command_line(sys.argv[1:])
-        if train(wanted.settings, wanted.distributed).is_whole:
+        losses = train(wanted.settings, wanted.distributed)
+        if wanted.settings.verify:
+            sys.exit(0 if losses.verified else 1)
+        if losses.is_whole:
             show_results(wanted.settings.run_dir)

@@ -235,6 +235,7 @@ def compile_gradients(program):
 NOT_COMPUTED_FROM = {
     *("run_dir", "checkpoint", "data", "validation_every", "validation_sequences", "log_every"),
     *("profile", "non_finite", "allow_changes", "sample", "tensorboard", "plan"),
+    "verify",
     *("wandb", "mirror", "export"),
 }
 

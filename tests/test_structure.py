@@ -47,7 +47,7 @@ LAYERS = (
     {"trainer.command_line", "trainer.loop", "trainer.session"},
     {"trainer.gpt", "trainer.dit"},
     {"trainer.tasks"},
-    {"configs", "trainer.pretrained"},
+    {"configs", "trainer.pretrained", "trainer.verify"},
     {"train", "sample", "score"},
     {"plan"},
     {"tests.faults"},

@@ -481,7 +481,7 @@ class TrainConfig:
                 "frozen",
                 "mirror",
             ),
-            *("allow_changes", "devices", "plan", "log_every", "tensorboard", "profile"),
+            *("allow_changes", "devices", "plan", "verify", "log_every", "tensorboard", "profile"),
         ),
         "memory": (
             "zero",
@@ -549,6 +549,11 @@ class TrainConfig:
     batches are whole documents, the data are opened for their lengths. Degrees that flags set stay
     as they are. A resumed run keeps its mesh. With "off", nothing is measured; --mesh.team
     describes the default mesh."""
+
+    verify: bool = False
+    """Whether to check the run on its own devices in place of training (docs/verify.md): its
+    gradients against those of one device and of float64, its replicas, a checkpoint, links and
+    speed. The program ends with status 1 if anything is wrong, and writes verify.json."""
 
     steps: int
     """Number of optimizer steps."""

@@ -56,6 +56,8 @@ class Losses(NamedTuple):
     """Loss after the last step; None if the run was interrupted, or nothing is held out."""
     is_whole: bool = False
     """Whether all steps of the run are done."""
+    verified: bool = False
+    """Whether `--verify`, in place of steps, has found nothing wrong."""
 
 
 class Loop:

@@ -881,7 +881,7 @@ def test_memory_is_the_smallest_of_all_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     gathered = lambda x: np.array([x, x - (1 << 12)])  # noqa: E731
     monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
-    links = here._Probe(jax.devices()[:1])
+    links = here.Probe(jax.devices()[:1])
     assert here._kernels(links, 8, 4, causal=True).memory_bytes == 76 << 30
 
 

@@ -88,7 +88,7 @@ def measure_cluster(
         )
     nodes, per_node = len(sizes), sizes[0]
     ordered = [everything[i] for i in np.argsort(numbers, kind="stable")]
-    links = _Probe(ordered)
+    links = Probe(ordered)
     start, inside, across = 0.0, None, None
     ports, half_duplex = per_node, False
     if per_node > 1:
@@ -152,7 +152,7 @@ def _ports(links: Any, per_node: int) -> tuple[LinkSpeed, int, bool]:
     return one, min(counts, key=lambda n: abs(math.log(n / gain))), half_duplex
 
 
-class _Probe:
+class Probe:
     """Sends messages between devices, and times them."""
 
     def __init__(self, devices: Sequence[Any]) -> None:
@@ -230,7 +230,7 @@ def timed(function: Callable[..., Any], *arguments: Any) -> float:
     return statistics.median(seconds)
 
 
-def _kernels(links: _Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
+def _kernels(links: Probe, head_dim: int, itemsize: int, causal: bool) -> Gpu:
     """What attention, matrix products and the memory of a device do, on all devices at once."""
     device = links.mesh.devices.flat[0]
     is_cpu = device.platform == "cpu"
@@ -273,7 +273,7 @@ def memory_of(device: Any) -> int:
     return whole // jax.local_device_count()
 
 
-def _product_rate(links: _Probe, dtype: str, is_cpu: bool) -> float:
+def _product_rate(links: Probe, dtype: str, is_cpu: bool) -> float:
     """FLOP/s in a gated MLP with its norm and its sum, as layers have it."""
     tokens, width, hidden = (128, 256, 512) if is_cpu else (8192, 4096, 11_008)
 
@@ -287,14 +287,14 @@ def _product_rate(links: _Probe, dtype: str, is_cpu: bool) -> float:
     return 6 * tokens * width * hidden / links.time(layer, *shapes, dtype=dtype)
 
 
-def _memory_rate(links: _Probe, is_cpu: bool) -> float:
+def _memory_rate(links: Probe, is_cpu: bool) -> float:
     """Bytes/s that a device reads from its memory and writes to it."""
     elements = 1 << (20 if is_cpu else 27)
     return 2 * 4 * elements / links.time(lambda x: x + 1, (elements,), dtype="float32")
 
 
 def _attention_rates(
-    links: _Probe, head_dim: int, dtype: str, is_cpu: bool, causal: bool
+    links: Probe, head_dim: int, dtype: str, is_cpu: bool, causal: bool
 ) -> tuple[float, float]:
     """FLOP/s of the attention of this package on one device, forward and backward."""
     count = links.mesh.size

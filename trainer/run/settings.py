@@ -31,7 +31,7 @@ FREE_SETTINGS = (
     "gradient_accumulation",
     *("attention.inner", "attention.head_chunks", "attention.keep_gathered"),
     *("attention.exchange", "attention.backend", "attention.linear_backend"),
-    *("plan", "wandb"),
+    *("plan", "verify", "wandb"),
     *("run_dir", "mirror", "data.cache", "log_every", "tensorboard", "checkpoint", "profile"),
     # Only steps that are yet to be done depend on these.
     *("non_finite", "non_finite_limit"),

@@ -1,0 +1,199 @@
+"""The loss and gradients of a run in float64 on the host, without anything that divides work.
+
+The model and the loss are the run's own, evaluated by `wide`. Attention is dense, states of linear
+attention follow their recurrence token by token, and sums over tokens of a row are taken by their
+ids. So everything that goes over several devices, and every derivative that is written by hand, is
+compared with something else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array
+
+from models.hooks import Hooks
+from startrail_jax.attention import Attention
+from startrail_jax.linear.attention import LinearAttention
+from startrail_jax.linear.halo import begins, wide
+from trainer.objective import Objective
+from trainer.parallel.partition import path_name, split_frozen
+from trainer.verify.results import Results
+from trainer.verify.wide import in_float64
+
+_MASKED = -1e30
+
+
+def float64_results(
+    objective: Objective, attention: Attention, frozen: tuple[str, ...], weights: Any, batch: Any
+) -> Results:
+    """Loss and gradients of the weights that are trained.
+
+    Args:
+        objective: that of a config whose activations are float32.
+        attention: on one device, in natural order.
+        frozen: `TrainConfig.frozen`.
+        weights: all weights, on the host.
+        batch: a prepared batch in natural order, on the host.
+    """
+    hooks = Hooks(
+        linear_attention=lambda rule: _Recurrence(LinearAttention(attention.mesh, rule=rule)),
+        attend_whole=functools.partial(_dense, None, None, None),
+    )
+
+    def make() -> nnx.Module:
+        return objective.make_model(_dense_of(attention), hooks, nnx.Rngs(0))
+
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu):
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        flat, tree = jax.tree.flatten(weights)
+
+        def loss_of(flat: list[Any]) -> Array:
+            model = nnx.merge(graph, jax.tree.unflatten(tree, flat))
+            return _loss(objective, model, jax.tree.map(jnp.asarray, batch))
+
+        program = jax.make_jaxpr(loss_of)(flat)
+        with jax.enable_x64(True):
+            run = in_float64(program)
+            of_weights = jax.value_and_grad(lambda flat: run(*flat)[0])
+            wide_weights = [jnp.asarray(np.asarray(x), jnp.float64) for x in flat]
+            options = {"xla_backend_optimization_level": 0}
+            loss, gradients = jax.jit(of_weights, compiler_options=options)(wide_weights)
+            trained, _ = split_frozen(jax.tree.unflatten(tree, list(gradients)), frozen)
+            leaves = jax.tree_util.tree_leaves_with_path(trained)
+            named = {path_name(path): np.asarray(x) for path, x in leaves}
+            return Results(float(loss), named)
+
+
+def _loss(objective: Objective, model: Any, batch: Any) -> Array:
+    """The loss of a batch, as `trainer.objective.Objective` defines it."""
+    hidden, auxiliary, _ = objective.hidden_and_auxiliary(model, batch)
+    if objective.of_rows:
+        counted = batch.weights > 0
+        numbers = jnp.where(counted[..., None], objective.numbers(model, hidden, batch), 0)
+
+        def sums(x: Array, ids: Array) -> Array:
+            same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+            same &= counted[:, None, :]
+            return jnp.einsum("bts,bs->bt", same.astype(x.dtype), x)
+
+        losses, _ = objective.loss(numbers, batch, sums)
+        losses = jnp.where(counted, losses, 0)
+    else:
+        losses = objective.losses(model, hidden, batch.targets)
+    if auxiliary is not None:
+        losses = losses + auxiliary
+    total = jnp.sum(batch.weights)
+    return jnp.sum(losses * batch.weights) / jnp.where(total > 0, total, 1.0)
+
+
+def _dense_of(attention: Attention) -> Callable[..., Array]:
+    """An `AttentionFn` with the mask, scale and cap of an attention."""
+
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        segment_ids: Array | None = None,
+        local_window_size: tuple[int, int] | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
+        place = np.arange(query.shape[1])
+        seen = np.asarray(attention.resolved_mask.visible(place[:, None], place[None]))
+        if local_window_size is not None:
+            apart = place[:, None] - place[None]
+            seen = seen & (apart <= local_window_size[0]) & (apart >= 0)
+        seen = jnp.asarray(np.broadcast_to(seen, (1, len(place), len(place))))
+        if segment_ids is not None:
+            seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        run = functools.partial(_dense, seen, attention.scale, attention.softcap)
+        return jax.checkpoint(run)(query, key, value, sinks)
+
+    return attend
+
+
+def _dense(
+    seen: Array | None,
+    scale: float | None,
+    softcap: float | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    sinks: Array | None = None,
+) -> Array:
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if seen is not None:
+        scores = jnp.where(seen[:, None], scores, _MASKED)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    if sinks is not None:
+        lse = jnp.logaddexp(lse, sinks[None, :, None])
+    shares = jnp.exp(scores - lse[..., None])
+    if seen is not None:
+        shares = jnp.where(seen[:, None], shares, 0)
+    return jnp.einsum("bnts,bsnv->btnv", shares, value)
+
+
+@dataclass(frozen=True)
+class _Recurrence:
+    """Linear attention token by token: a `LinearAttentionFn`."""
+
+    attention: LinearAttention
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        decay: Array,
+        beta: Array | None = None,
+        *,
+        segment_ids: Array | None = None,
+    ) -> Array:
+        heads = decay.shape[2]
+        rows, length = query.shape[:2]
+        ids = jnp.zeros((rows, length), jnp.int32) if segment_ids is None else segment_ids
+        tokens = [
+            None if x is None else jnp.repeat(x, heads // x.shape[2], axis=2)
+            for x in (query, key, value, decay, beta)
+        ]
+        tokens[3] = decay if decay.ndim == 4 else decay[..., None]
+        fresh = begins(ids, jnp.full((rows,), -1, jnp.int32))
+        scale = self.attention._scale(query.shape[3])
+
+        def add(state: Array, x: Any) -> tuple[Array, Array]:
+            query, key, value, decay, beta, fresh, real = x
+            before = jnp.where(wide(fresh, state), 0, state)
+            after = self.attention.rule.token(before, key, value, decay, beta)
+            state = jnp.where(wide(real, state), after, state)
+            out = scale * jnp.einsum("bhkv,bhk->bhv", state, query)
+            return state, jnp.where(wide(real, out), out, 0)
+
+        state = jnp.zeros((rows, heads, query.shape[3], value.shape[3]), jnp.float32)
+        steps = (*tokens, fresh, ids >= 0)
+        _, out = lax.scan(add, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
+        return jnp.moveaxis(out, 0, 1)
+
+    def causal_conv(self, x: Array, kernel: Array, *, segment_ids: Array | None = None) -> Array:
+        rows, length = x.shape[:2]
+        ids = jnp.zeros((rows, length), jnp.int32) if segment_ids is None else segment_ids
+        total = jnp.zeros_like(x)
+        for i in range(kernel.shape[0]):
+            back = kernel.shape[0] - 1 - i
+            shifted = jnp.pad(x, ((0, 0), (back, 0), *((0, 0) for _ in x.shape[2:])))[:, :length]
+            same = jnp.pad(ids, ((0, 0), (back, 0)), constant_values=-9)[:, :length] == ids
+            total = total + jnp.where(wide(same, x), shifted, 0) * kernel[i][None, None]
+        return total

@@ -1,0 +1,81 @@
+"""`train.py --verify`: checks a run on its own devices, and writes verify.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.config import TrainConfig
+from trainer.durable import replace_text
+from trainer.parallel.checks import make_attention
+from trainer.parallel.step import Program
+from trainer.planner.here import measure_cluster
+from trainer.run.folder import current_versions, require_writable
+from trainer.run.settings import flags_of
+from trainer.tasks import TASKS
+from trainer.verify import checks
+from trainer.verify.first_batch import first_batch, fitting
+from trainer.verify.links import links
+from trainer.verify.report import Check, Report
+from trainer.verify.speed import speed
+
+VERIFY_FILE = "verify.json"
+_FOLDER = "verify"
+"""For a checkpoint, which is removed."""
+
+
+def verify(config: TrainConfig, mesh: Any, line: Callable[[str], None]) -> bool:
+    """Makes all checks on a mesh. All processes must call it.
+
+    Args:
+        config: config of the run.
+        mesh: its mesh.
+        line: shows a line, in the first process.
+
+    Returns:
+        Whether nothing is wrong.
+    """
+    objective = TASKS[config.kind].make_objective(config)
+    program = Program(config, make_attention(mesh, config, objective), objective)
+    require_writable(config.run_dir)
+    device = mesh.devices.flat[0]
+    report = Report(line)
+    report.facts = {
+        "devices": f"{mesh.size} x {device.device_kind}",
+        "mesh": {name: int(size) for name, size in mesh.shape.items()},
+        "versions": current_versions(),
+        "settings": {name: text for name, text in flags_of(config).items() if name != "verify"},
+    }
+    path = config.run_dir / VERIFY_FILE
+    try:
+        for check in _checks(config, program):
+            report.add(check)
+        report.is_whole = True
+    finally:
+        if jax.process_index() == 0:
+            replace_text(path, report.as_json())
+    line(f"{report.summary}; {path} has the numbers")
+    return report.ok
+
+
+def _checks(config: Any, program: Program) -> Iterator[Check]:
+    part, cut = fitting(program), checks.cut_of(config, program)
+    yield from first_batch(part, program)
+    yield from checks.gradients(cut)
+    yield from checks.steps(cut, config.run_dir / _FOLDER)
+    mesh: Any = program.attention.mesh
+    devices, per_node = mesh.devices.ravel().tolist(), config.mesh.devices_per_node
+    cluster = measure_cluster(
+        devices,
+        devices_per_node=per_node,
+        head_dim=config.model.head_dim,
+        itemsize=jnp.dtype(config.model.dtype).itemsize,
+        causal=config.causal,
+    )
+    yield from links(mesh, cluster, per_node)
+    # The run itself, or what simulated devices compute of it in seconds.
+    timed = part.config if devices[0].platform == "cpu" else config
+    yield from speed(timed, program, cluster)
