@@ -51,6 +51,9 @@ NARROW_ERROR_RATIO = 4.0
 # value of an array. Differences of up to 1.5e-6 were measured in models of two layers.
 MODEL_TOLERANCE = 2e-5
 
+MARKED_ROWS = "rows whose lse is -1e30"
+"""The name under which rows that see no key are compared."""
+
 # The most logits that the reference may compute, in all rows and heads together. This many take
 # some seconds, and about 3 GB of memory if they are all in one head.
 MAX_LOGITS = 2**26
@@ -121,8 +124,8 @@ def assert_exact(
     state, and the gradients of all inputs.
 
     Args:
-        attention: the mesh, layout, mask and backend to test. All devices of the mesh must belong
-            to this process.
+        attention: the mesh, layout, mask and backend to test. If its devices belong to several
+            processes, each of them makes the same call.
         seq_len: tokens of the whole sequence.
         heads: query heads, over all devices; of linear attention, states.
         kv_heads: key heads, over all devices; None for as many as query heads. Of linear attention,
@@ -153,74 +156,42 @@ def assert_exact(
     """
     chex = _import_chex()
     _check_devices("assert_exact", attention)
-    kv_heads = heads if kv_heads is None else kv_heads
-    value_head_dim = head_dim if value_head_dim is None else value_head_dim
-    kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
-    if packed and segment_ids is not None:
-        raise ValueError(
-            "packed=True draws segment ids, so segment_ids must be None; got both. "
-            "Leave one of them out."
-        )
-    ids = _segment_pair(segment_ids, (seq_len, kv_seq_len))
-    rng = np.random.default_rng(seed)
-    rows = batch
-    if rows is None:
-        rows = 2 * attention.degrees.data if ids is None else len(ids[0])
-    if isinstance(attention, LinearAttention):
-        if kv_seq_len != seq_len or isinstance(segment_ids, tuple):
-            raise ValueError(
-                "Linear attention has no keys of another length; got kv_seq_len or a pair of "
-                "segment_ids. Leave them out."
-            )
-        if packed:
-            ids = (_draw_documents(rng, rows, seq_len),) * 2
-        problem = StateProblem.drawn(
-            attention,
-            rng,
-            tokens=(rows, seq_len),
-            heads=(heads, kv_heads),
-            dims=(head_dim, value_head_dim),
-            dtype=dtype,
-            ids=None if ids is None else ids[0],
-        )
-        _assert_states(chex, attention, problem, attention_fn or attention, tolerance)
-        return
-    attention.resolved_mask.check_closed("assert_exact")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BalanceWarning)
-        # Raises unless these sizes fit the mesh, the layout and the backend.
-        attention.explain(
-            seq_len=seq_len,
-            heads=heads,
-            head_dim=head_dim,
-            kv_heads=kv_heads,
-            value_head_dim=value_head_dim,
-            dtype=dtype,
-            packed=packed or ids is not None,
-            kv_seq_len=kv_seq_len,
-        )
-    _check_size(rows, heads, seq_len, kv_seq_len, data=attention.degrees.data)
-    if packed:
-        ids = _draw_documents(rng, rows, seq_len), _draw_documents(rng, rows, kv_seq_len)
-    inputs = _draw_inputs(
-        rng,
-        query=(rows, seq_len, heads, head_dim),
-        key=(rows, kv_seq_len, kv_heads, head_dim),
+    trial = draw_trial(
+        attention,
+        seq_len=seq_len,
+        heads=heads,
+        head_dim=head_dim,
+        kv_heads=kv_heads,
         value_head_dim=value_head_dim,
+        kv_seq_len=kv_seq_len,
+        batch=batch,
         dtype=dtype,
-        segment_ids=ids,
+        segment_ids=segment_ids,
+        packed=packed,
+        tolerance=tolerance,
+        seed=seed,
     )
-    placed = _place(attention, inputs)
-    found = _forward_and_backward(chex, attention_fn or attention, placed)
-    like = {"out": placed.dout, "lse": placed.dlse}
-    like |= {"dq": placed.query, "dk": placed.key, "dv": placed.value}
+    function: Callable[..., Any] = attention_fn or attention
+
+    def checked(*arrays: Any, **options: Any) -> Any:
+        results = function(*arrays, **options)
+        named = dict(zip(trial.cotangents, results, strict=True))
+        chex.assert_trees_all_equal_shapes_and_dtypes(named, dict(trial.cotangents))
+        return results
+
+    found = trial.results(attention, checked)
     chex.assert_trees_all_equal_comparator(
-        lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim),
-        lambda x, y: f"the sharding must be {y.sharding}; got {x.sharding}",
+        lambda x, y: x.sharding.is_equivalent_to(y, x.ndim),
+        lambda x, y: f"the sharding must be {y}; got {x.sharding}",
         found,
-        like,
+        {name: trial.sharding(attention, name) for name in found},
     )
-    _assert_values(chex, attention, inputs, found, tolerance)
+    for x in trial.compare(attention, found):
+        given, wanted = {x.name: x.found}, {x.name: x.expected}
+        if x.name == MARKED_ROWS:
+            chex.assert_trees_all_equal(given, wanted)
+        else:
+            chex.assert_trees_all_close(given, wanted, rtol=0, atol=x.bound * x.size)
 
 
 def assert_model_exact(
@@ -379,7 +350,7 @@ def _check_size(batch: int, heads: int, seq_len: int, kv_seq_len: int, *, data: 
         )
 
 
-def _draw_documents(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
+def draw_documents(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
     """Segment ids [batch, length]: four documents of random lengths, and padding at the end."""
     starts = rng.integers(0, length, size=(batch, 3, 1))
     ids = (np.arange(length) >= starts).sum(axis=1, dtype=np.int32)
@@ -411,12 +382,253 @@ def _draw_inputs(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One result beside the reference, on the host, with tokens in natural order."""
+
+    name: str
+    found: np.ndarray
+    expected: np.ndarray
+    bound: float
+    """Largest error that is allowed, relative to `size`."""
+
+    @property
+    def size(self) -> float:
+        """Largest absolute value of the reference; 1 if all are 0."""
+        return _largest(self.expected)
+
+    @property
+    def error(self) -> float:
+        """Largest difference, relative to `size`; infinite if a result is not a number."""
+        found, expected = (np.asarray(x, np.float64) for x in (self.found, self.expected))
+        return float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max()) / self.size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A random problem, with its results in float64 and the errors that are allowed.
+
+    It holds for every mesh and layout: arrays are on the host, with tokens in natural order.
+    """
+
+    cotangents: Mapping[str, np.ndarray]
+    """Of the results of a call, by their names."""
+    expected: Mapping[str, np.ndarray]
+    """Results and gradients by their names, in float64."""
+    bounds: Mapping[str, float]
+    """Largest errors that are allowed, relative to the largest value of each result."""
+
+    def results(
+        self,
+        attention: Any,
+        function: Callable[..., Any],
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> dict[str, jax.Array]:
+        """What one compiled program computes on the mesh of an attention, by name."""
+        raise NotImplementedError
+
+    def sharding(self, attention: Any, name: str) -> NamedSharding:
+        """The sharding that a result must have."""
+        raise NotImplementedError
+
+    def compare(self, attention: Any, found: Mapping[str, jax.Array]) -> list[Comparison]:
+        """The results beside the reference; each process gets whole arrays."""
+        raise NotImplementedError
+
+
+def draw_trial(
+    attention: Attention | LinearAttention,
+    *,
+    seq_len: int,
+    heads: int,
+    head_dim: int = 16,
+    kv_heads: int | None = None,
+    value_head_dim: int | None = None,
+    kv_seq_len: int | None = None,
+    batch: int | None = None,
+    dtype: DTypeLike = "float32",
+    segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    packed: bool = False,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Trial:
+    """The problem of `assert_exact`, for attentions with the mask, the scale and the rule of this
+    one.
+
+    Raises:
+        NotImplementedError, ValueError: as `assert_exact`.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    kv_seq_len = seq_len if kv_seq_len is None else kv_seq_len
+    if packed and segment_ids is not None:
+        raise ValueError(
+            "packed=True draws segment ids, so segment_ids must be None; got both. "
+            "Leave one of them out."
+        )
+    ids = _segment_pair(segment_ids, (seq_len, kv_seq_len))
+    rng = np.random.default_rng(seed)
+    rows = batch
+    if rows is None:
+        rows = 2 * attention.degrees.data if ids is None else len(ids[0])
+    if isinstance(attention, LinearAttention):
+        if kv_seq_len != seq_len or isinstance(segment_ids, tuple):
+            raise ValueError(
+                "Linear attention has no keys of another length; got kv_seq_len or a pair of "
+                "segment_ids. Leave them out."
+            )
+        if packed:
+            ids = (draw_documents(rng, rows, seq_len),) * 2
+        problem = StateProblem.drawn(
+            attention,
+            rng,
+            tokens=(rows, seq_len),
+            heads=(heads, kv_heads),
+            dims=(head_dim, value_head_dim),
+            dtype=dtype,
+            ids=None if ids is None else ids[0],
+        )
+        return _StateTrial.of(attention, problem, tolerance)
+    attention.resolved_mask.check_closed("assert_exact")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalanceWarning)
+        # Raises unless these sizes fit the mesh, the layout and the backend.
+        attention.explain(
+            seq_len=seq_len,
+            heads=heads,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            value_head_dim=value_head_dim,
+            dtype=dtype,
+            packed=packed or ids is not None,
+            kv_seq_len=kv_seq_len,
+        )
+    _check_size(rows, heads, seq_len, kv_seq_len, data=attention.degrees.data)
+    if packed:
+        ids = draw_documents(rng, rows, seq_len), draw_documents(rng, rows, kv_seq_len)
+    inputs = _draw_inputs(
+        rng,
+        query=(rows, seq_len, heads, head_dim),
+        key=(rows, kv_seq_len, kv_heads, head_dim),
+        value_head_dim=value_head_dim,
+        dtype=dtype,
+        segment_ids=ids,
+    )
+    return _DenseTrial.of(attention, inputs, tolerance)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DenseTrial(Trial):
+    """A problem of `Attention`, whose reference is dense."""
+
+    inputs: _Inputs
+
+    @classmethod
+    def of(cls, attention: Attention, inputs: _Inputs, tolerance: float | None) -> _DenseTrial:
+        seen = _visible(attention, inputs)
+        scale = inputs.query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
+        expected = _reference(inputs, seen, scale, attention.softcap)
+        bounds = dict.fromkeys(expected, FLOAT32_TOLERANCE if tolerance is None else tolerance)
+        if tolerance is None and inputs.query.dtype != np.float32:
+            rounded = _reference(inputs, seen, scale, attention.softcap, inputs.query.dtype)
+            for name in ("out", "dq", "dk", "dv"):
+                error = np.abs(rounded[name] - expected[name]).max()
+                bounds[name] = NARROW_ERROR_RATIO * error / _largest(expected[name])
+        cotangents = {"out": inputs.dout, "lse": inputs.dlse}
+        return cls(cotangents=cotangents, expected=expected, bounds=bounds, inputs=inputs)
+
+    def results(
+        self,
+        attention: Attention,
+        function: Callable[..., Any],
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> dict[str, jax.Array]:
+        """Results of one compiled program, by name: out, lse, dq, dk, dv."""
+
+        @functools.partial(jax.jit, compiler_options=compiler_options)
+        def program(arrays: tuple[Any, ...], ids: Any, cotangents: Any) -> dict[str, Any]:
+            attend = functools.partial(function, segment_ids=ids, return_lse=True)
+            (out, lse), vjp = jax.vjp(attend, *arrays)
+            dq, dk, dv = vjp(cotangents)
+            return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+        x = _place(attention, self.inputs)
+        return program((x.query, x.key, x.value), x.segment_ids, (x.dout, x.dlse))
+
+    def sharding(self, attention: Attention, name: str) -> NamedSharding:
+        """That of queries for out and dq, and that of keys for dk and dv."""
+        specs = {"out": "query", "dq": "query", "dk": "key", "dv": "key"}
+        if name == "lse":
+            return NamedSharding(attention.mesh, attention.lse_spec)
+        heads = (self.inputs.query if specs[name] == "query" else self.inputs.key).shape[2]
+        spec_of = attention.query_spec if specs[name] == "query" else attention.key_spec
+        return NamedSharding(attention.mesh, spec_of(heads))
+
+    def compare(self, attention: Attention, found: Mapping[str, jax.Array]) -> list[Comparison]:
+        """The results beside the reference, after the rows that see no key."""
+        actual = {
+            name: np.asarray(attention.unshard(x, axis=2 if name == "lse" else 1), np.float64)
+            for name, x in found.items()
+        }
+        expected = dict(self.expected)
+        # EMPTY, the lse of a row that sees no key, is compared by itself: any error is small
+        # beside it.
+        empty, marked = expected["lse"] == EMPTY, actual["lse"] == np.float32(EMPTY)
+        expected["lse"], actual["lse"] = (np.where(empty, 0, x["lse"]) for x in (expected, actual))
+        return [
+            Comparison(MARKED_ROWS, marked, empty, 0.0),
+            *(Comparison(x, actual[x], expected[x], self.bounds[x]) for x in expected),
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StateTrial(Trial):
+    """A problem of `LinearAttention`, whose reference is its recurrence."""
+
+    problem: StateProblem
+
+    @classmethod
+    def of(
+        cls, attention: LinearAttention, problem: StateProblem, tolerance: float | None
+    ) -> _StateTrial:
+        expected = problem.expected(attention)
+        bounds = dict.fromkeys(expected, FLOAT32_TOLERANCE if tolerance is None else tolerance)
+        if tolerance is None and problem.inputs[0].dtype != np.float32:
+            one = problem.of_one_device(attention)
+            for name, wanted in expected.items():
+                error = float(np.abs(one[name] - wanted).max()) / _largest(wanted)
+                bounds[name] = max(bounds[name], NARROW_ERROR_RATIO * error)
+        cotangents = dict(zip(("out", "state"), problem.cotangents, strict=True))
+        return cls(cotangents=cotangents, expected=expected, bounds=bounds, problem=problem)
+
+    def results(
+        self,
+        attention: LinearAttention,
+        function: Callable[..., Any],
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> dict[str, jax.Array]:
+        """Results of one compiled program, by the names of `expected`."""
+        return self.problem.results(attention, function, compiler_options)
+
+    def sharding(self, attention: LinearAttention, name: str) -> NamedSharding:
+        """That of the inputs with the same heads."""
+        shape = self.expected[name].shape
+        of_tokens = attention.heads_spec(shape[2], len(shape))
+        return NamedSharding(attention.mesh, attention.state_spec if name in STATES else of_tokens)
+
+    def compare(
+        self, attention: LinearAttention, found: Mapping[str, jax.Array]
+    ) -> list[Comparison]:
+        """The results beside the reference."""
+        actual = in_natural_order(attention, found)
+        return [Comparison(x, actual[x], self.expected[x], self.bounds[x]) for x in self.expected]
+
+
 def _place(attention: Attention, inputs: _Inputs) -> _Inputs:
     """The inputs in the order of the layout, sharded over the mesh."""
 
     def put(x: np.ndarray, spec: PartitionSpec, axis: int = 1) -> jax.Array:
-        sharding = NamedSharding(attention.mesh, spec)
-        return jax.device_put(attention.layout.permute(x, axis), sharding)
+        return attention._put(attention.layout.permute(x, axis), spec)
 
     query_spec = attention.query_spec(inputs.query.shape[2])
     key_spec = attention.key_spec(inputs.key.shape[2])
@@ -430,86 +642,6 @@ def _place(attention: Attention, inputs: _Inputs) -> _Inputs:
         segment_ids=ids and (put(ids[0], attention.sequence_spec),
                              put(ids[1], attention.sequence_spec)),
     )  # fmt: skip
-
-
-def _forward_and_backward(
-    chex: ModuleType, attention_fn: Callable[..., Any], inputs: _Inputs
-) -> dict[str, Any]:
-    """Results of one compiled program, by name: out, lse, dq, dk, dv."""
-
-    @jax.jit
-    def program(query: Any, key: Any, value: Any, ids: Any, dout: Any, dlse: Any) -> dict[str, Any]:
-        attend = functools.partial(attention_fn, segment_ids=ids, return_lse=True)
-        (out, lse), vjp = jax.vjp(attend, query, key, value)
-        results = {"out": out, "lse": lse}
-        chex.assert_trees_all_equal_shapes_and_dtypes(results, {"out": dout, "lse": dlse})
-        dq, dk, dv = vjp((dout, dlse))
-        return results | {"dq": dq, "dk": dk, "dv": dv}
-
-    arrays = inputs.query, inputs.key, inputs.value
-    return program(*arrays, inputs.segment_ids, inputs.dout, inputs.dlse)
-
-
-# The comparison ---------------------------------------------------------------------------------
-
-
-def _assert_values(
-    chex: ModuleType,
-    attention: Attention,
-    inputs: _Inputs,
-    found: Mapping[str, jax.Array],
-    tolerance: float | None,
-) -> None:
-    """Asserts that the results on the mesh match the reference, with tokens in natural order."""
-    seen = _visible(attention, inputs)
-    scale = inputs.query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
-    expected = _reference(inputs, seen, scale, attention.softcap)
-    actual = {
-        name: attention.layout.unpermute(np.asarray(x), axis=2 if name == "lse" else 1)
-        for name, x in found.items()
-    }
-    tolerances = dict.fromkeys(expected, FLOAT32_TOLERANCE if tolerance is None else tolerance)
-    if tolerance is None and inputs.query.dtype != np.float32:
-        rounded = _reference(inputs, seen, scale, attention.softcap, inputs.query.dtype)
-        for name in ("out", "dq", "dk", "dv"):
-            error = np.abs(rounded[name] - expected[name]).max()
-            tolerances[name] = NARROW_ERROR_RATIO * error / _largest(expected[name])
-
-    # EMPTY, the lse of a row that sees no key, is compared by itself: any error is small beside it.
-    empty, marked = expected["lse"] == EMPTY, actual["lse"] == np.float32(EMPTY)
-    rows = "rows whose lse is -1e30"
-    chex.assert_trees_all_equal({rows: marked}, {rows: empty})
-    expected["lse"], actual["lse"] = (np.where(empty, 0, x["lse"]) for x in (expected, actual))
-    for name, wanted in expected.items():
-        atol = tolerances[name] * _largest(wanted)
-        given = np.asarray(actual[name], np.float64)
-        chex.assert_trees_all_close({name: given}, {name: wanted}, rtol=0, atol=atol)
-
-
-def _assert_states(
-    chex: ModuleType,
-    attention: LinearAttention,
-    problem: StateProblem,
-    function: Callable[..., Any],
-    tolerance: float | None,
-) -> None:
-    """Asserts that the results of linear attention match the recurrence."""
-    found = problem.results(attention, function)
-    for name, x in found.items():
-        of_tokens = attention.heads_spec(x.shape[2], x.ndim)
-        wanted = attention.state_spec if name in STATES else of_tokens
-        like = NamedSharding(attention.mesh, wanted)
-        if not x.sharding.is_equivalent_to(like, x.ndim):
-            raise AssertionError(f"the sharding of {name} must be {like}; got {x.sharding}")
-    given, expected = in_natural_order(attention, found), problem.expected(attention)
-    one = {}
-    if tolerance is None and problem.inputs[0].dtype != np.float32:
-        one = problem.of_one_device(attention)
-    for name, wanted in expected.items():
-        atol = (FLOAT32_TOLERANCE if tolerance is None else tolerance) * _largest(wanted)
-        if name in one:
-            atol = max(atol, NARROW_ERROR_RATIO * float(np.abs(one[name] - wanted).max()))
-        chex.assert_trees_all_close({name: given[name]}, {name: wanted}, rtol=0, atol=atol)
 
 
 def _largest(x: np.ndarray) -> float:

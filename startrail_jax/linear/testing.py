@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jaxtyping import Array
 
 from startrail_jax.linear.attention import LinearAttention
@@ -60,15 +60,21 @@ class StateProblem:
         dout = normal(*tokens, count, v).astype(narrow[2].dtype)
         return cls(inputs=(*narrow, decay, beta, state), cotangents=(dout, dlast), ids=ids)
 
-    def results(self, attention: LinearAttention, function: Callable[..., Any]) -> dict[str, Array]:
+    def results(
+        self,
+        attention: LinearAttention,
+        function: Callable[..., Any],
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> dict[str, Array]:
         """What a function computes on the mesh, and its gradients, by name."""
         *tokens, state = self.inputs
-        of_states = NamedSharding(attention.mesh, attention.state_spec)
         *tokens, dout = (attention.shard(x) for x in (*tokens, self.cotangents[0]))
-        state, dlast = (jax.device_put(x, of_states) for x in (state, self.cotangents[1]))
+        state, dlast = (
+            attention._put(x, attention.state_spec) for x in (state, self.cotangents[1])
+        )
         ids = None if self.ids is None else attention.shard(self.ids)
 
-        @jax.jit
+        @functools.partial(jax.jit, compiler_options=compiler_options)
         def program(ids: Any, cotangents: Any, *inputs: Any) -> dict[str, Any]:
             def run(*inputs: Any) -> Any:
                 *tokens, state = inputs
@@ -92,7 +98,8 @@ class StateProblem:
     def of_one_device(self, attention: LinearAttention) -> dict[str, np.ndarray]:
         """The same by `LinearAttention` on one device."""
         devices: Any = attention.mesh.devices
-        mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=[devices.flat[0]])
+        own = [x for x in devices.flat if x.process_index == jax.process_index()]
+        mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=own[:1])
         alone = LinearAttention(
             mesh, rule=attention.rule, scale=attention.scale, padding_id=attention.padding_id
         )
@@ -104,7 +111,9 @@ def in_natural_order(
 ) -> dict[str, np.ndarray]:
     """Results on the host, in natural order, in float64."""
     return {
-        name: np.asarray(x if name in STATES else attention.unshard(x), np.float64)
+        name: np.asarray(
+            attention._on_host(x) if name in STATES else attention.unshard(x), np.float64
+        )
         for name, x in results.items()
     }
 
