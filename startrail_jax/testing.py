@@ -34,7 +34,7 @@ from jaxtyping import Bool, Float
 
 from startrail_jax.attention import Attention
 from startrail_jax.blocks.shapes import EMPTY
-from startrail_jax.errors import BalanceWarning, UnsupportedError
+from startrail_jax.errors import BalanceWarning, InputError, UnsupportedError
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.testing import STATES, StateProblem, in_natural_order
 
@@ -336,13 +336,13 @@ def _segment_pair(
 def _check_size(batch: int, heads: int, seq_len: int, kv_seq_len: int, *, data: int) -> None:
     """Raises a ValueError unless the reference can hold the problem and the mesh its rows."""
     if batch % data:
-        raise ValueError(
+        raise InputError(
             f"batch must be divisible by the data degree; got batch={batch}, data={data}. "
             f"Use batch={-(-batch // data) * data}."
         )
     logits = batch * heads * seq_len * kv_seq_len
     if logits > MAX_LOGITS:
-        raise ValueError(
+        raise InputError(
             "batch * heads * seq_len * kv_seq_len must be at most "
             f"{MAX_LOGITS} for the dense float64 reference; got batch={batch}, heads={heads}, "
             f"seq_len={seq_len}, kv_seq_len={kv_seq_len}, a product of {logits}. Use a shorter "
@@ -422,7 +422,7 @@ class Trial:
         self,
         attention: Any,
         function: Callable[..., Any],
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
     ) -> dict[str, jax.Array]:
         """What one compiled program computes on the mesh of an attention, by name."""
         raise NotImplementedError
@@ -541,7 +541,7 @@ class _DenseTrial(Trial):
         self,
         attention: Attention,
         function: Callable[..., Any],
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
     ) -> dict[str, jax.Array]:
         """Results of one compiled program, by name: out, lse, dq, dk, dv."""
 
@@ -598,14 +598,14 @@ class _StateTrial(Trial):
             for name, wanted in expected.items():
                 error = float(np.abs(one[name] - wanted).max()) / _largest(wanted)
                 bounds[name] = max(bounds[name], NARROW_ERROR_RATIO * error)
-        cotangents = dict(zip(("out", "state"), problem.cotangents, strict=True))
+        cotangents = {"out": problem.cotangents[0], "state": problem.cotangents[1]}
         return cls(cotangents=cotangents, expected=expected, bounds=bounds, problem=problem)
 
     def results(
         self,
         attention: LinearAttention,
         function: Callable[..., Any],
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
     ) -> dict[str, jax.Array]:
         """Results of one compiled program, by the names of `expected`."""
         return self.problem.results(attention, function, compiler_options)

@@ -29,6 +29,7 @@ LAYERS = (
     {f"{OP}.attention", f"{OP}.linear"},
     # Nothing of the op reads compiled programs.
     {f"{OP}.analysis", f"{OP}.testing"},
+    {f"{OP}.verify"},
     # Its package, which imports its modules when they are first asked for.
     {OP},
     {"models"},

@@ -64,7 +64,7 @@ class StateProblem:
         self,
         attention: LinearAttention,
         function: Callable[..., Any],
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: dict[str, Any] | None = None,
     ) -> dict[str, Array]:
         """What a function computes on the mesh, and its gradients, by name."""
         *tokens, state = self.inputs

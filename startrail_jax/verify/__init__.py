@@ -1,0 +1,1 @@
+"""Verifies the op on the devices at hand: `python -m startrail_jax.verify`."""
