@@ -248,6 +248,7 @@ class DenseCase(Case):
                 for length in (self.seq_len, self.check_len):
                     of = self.timed(scheme) if length == self.seq_len else self.checked(scheme)
                     self._explain(of, length)
+                self.closed_form(scheme)
             except (InputError, UnsupportedError) as error:
                 reasons |= dict.fromkeys(scheme.names, str(error))
             else:

@@ -117,14 +117,14 @@ class Report:
         say("")
         say(f"speed: rows of {case.seq_len:,} tokens; bytes and rates are of one device{said}")
         say(
-            f"{'scheme':<{_NAME}}{'degrees':<24}{'pass':<9}{'bytes':>13}{'closed form':>14}"
+            f"{'scheme':<{_NAME}}{'degrees':<34}{'pass':<9}{'bytes':>13}{'closed form':>14}"
             f"{'':8}{'ms':>10}{'GB/s':>9}{'TFLOP/s':>10}"
         )
 
     def add_speed(self, scheme: Scheme, found: dict[str, Measurement] | str) -> None:
         """Adds and prints the bytes and times of a scheme, or why it could not run."""
         self.speed.append((scheme, found))
-        start = f"{scheme.name:<{_NAME}}{scheme.setting:<24}"
+        start = f"{scheme.name:<{_NAME}}{scheme.setting:<34}"
         if isinstance(found, str):
             say(f"{start}FAILED {found}")
             return

@@ -17,6 +17,13 @@ from startrail_jax.verify.cases import PASSES, Case
 from startrail_jax.verify.schemes import Scheme
 from startrail_jax.xla.compiler import compiler_options
 
+# XLA's CPU compiler drops the barriers that keep it from merging messages of the backward pass with
+# those of the forward pass that they repeat. Nothing of these programs is run.
+_COUNTED_ON_CPU: dict[str, Any] = {
+    "xla_disable_hlo_passes": "cse_barrier_expander",
+    "xla_backend_optimization_level": 0,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
@@ -27,6 +34,9 @@ class Measurement:
     the program has collectives that cannot be counted."""
     closed_form_bytes: int
     """The same, as `startrail_jax.communication` says."""
+    mergeable_bytes: int
+    """Bytes that XLA may spare of packed rows: in a ring of two, the backward pass sends segment ids
+    as the forward pass did. As `Traffic.row_bytes` of the forward pass."""
     seconds: float
     """Median time of a call, of the slowest process."""
     flops: float | None
@@ -35,7 +45,9 @@ class Measurement:
     @property
     def ok(self) -> bool:
         """Whether the program receives what it must."""
-        return self.received_bytes == self.closed_form_bytes
+        if self.received_bytes is None:
+            return False
+        return 0 <= self.closed_form_bytes - self.received_bytes <= self.mergeable_bytes
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -69,14 +81,15 @@ def measure(case: Case, scheme: Scheme, samples: int) -> dict[str, Measurement]:
         program = jax.jit(case.function(attention, which))
         compiled = program.lower(ids, *arrays).compile(compiler_options=options)
         counted: Any = compiled
-        if case.byte_dtype != case.dtype:
+        if case.on_cpu and (case.documents or case.byte_dtype != case.dtype):
             shapes = case.arguments(attention, case.byte_dtype).values()
-            counted = program.lower(ids, *shapes).compile(compiler_options=options)
+            counted = program.lower(ids, *shapes).compile(compiler_options=_COUNTED_ON_CPU)
         passed = expected.forward if which == "forward" else expected.total
         flops = case.flops(which)
         found[which] = Measurement(
             received_bytes=_received_bytes(counted),
             closed_form_bytes=passed.received_bytes,
+            mergeable_bytes=expected.forward.row_bytes if case.documents else 0,
             seconds=median_seconds(compiled, (ids, *arrays), samples),
             flops=None if flops is None else flops / len(case.devices),
         )
