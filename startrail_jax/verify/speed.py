@@ -35,8 +35,8 @@ class Measurement:
     closed_form_bytes: int
     """The same, as `startrail_jax.communication` says."""
     mergeable_bytes: int
-    """Bytes that XLA may spare of packed rows: in a ring of two, the backward pass sends segment ids
-    as the forward pass did. As `Traffic.row_bytes` of the forward pass."""
+    """Bytes that XLA may spare of packed rows: in a ring of two, the backward pass sends segment
+    ids as the forward pass did. As `Traffic.row_bytes` of the forward pass."""
     seconds: float
     """Median time of a call, of the slowest process."""
     flops: float | None
