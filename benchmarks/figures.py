@@ -9,6 +9,7 @@ The fourth, docs/learning.svg, is drawn by `examples/rl/run.py`, which trains fo
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -273,6 +274,13 @@ def figures() -> dict[str, str]:
     return {"rings.svg": rings_svg(), "schemes.svg": schemes_svg(results), "bytes.svg": bytes_svg()}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder; default: docs")
+    args = parser.parse_args()
     for name, text in figures().items():
-        (ROOT / "docs" / name).write_text(text)
+        (args.out / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
