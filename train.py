@@ -218,7 +218,7 @@ if __name__ == "__main__":
     with exit_on_user_errors():
         wanted = read_command_line(sys.argv[1:])
         losses = train(wanted.settings, wanted.distributed)
-        if wanted.settings.verify:
-            sys.exit(0 if losses.verified else 1)
+        if wanted.settings.verify and not losses.verified:
+            sys.exit(1)
         if losses.is_whole:
             show_results(wanted.settings.run_dir)

@@ -134,11 +134,12 @@ def supervise(args: argparse.Namespace, rates: Sequence[float]) -> int:
     connect(rates)
     running, failed, deadline, name = {}, False, float("inf"), socket.gethostname()
     for node in range(args.nodes):
-        (SHARED / f"hosts{node}").write_text(f"127.0.0.1 localhost\n{address(node)} {name}\n")
-        (SHARED / f"machine{node}").write_text(f"{uuid.UUID(int=node + 1)}\n")
+        hosts = f"127.0.0.1 localhost\n{address(node)} {name}\n"
+        (SHARED / f"hosts{node}").write_bytes(hosts.encode())
+        (SHARED / f"machine{node}").write_bytes(f"{uuid.UUID(int=node + 1)}\n".encode())
         process = subprocess.Popen(
             ["ip", "netns", "exec", f"n{node}", "sh", "-c", BEGIN, str(node), *args.command],
-            stdout=(SHARED / f"log{node}").open("w") if node else None,
+            stdout=(SHARED / f"log{node}").open("wb") if node else None,
             stderr=subprocess.STDOUT if node else None,
             env=os.environ | variables(node, args.nodes, args.devices),
         )
@@ -149,9 +150,10 @@ def supervise(args: argparse.Namespace, rates: Sequence[float]) -> int:
             node = running.pop(process)
             if process.returncode and not failed:
                 failed, deadline = True, time.monotonic() + args.wait
-                said = (SHARED / f"log{node}").read_text(errors="replace") if node else ""
+                said = (SHARED / f"log{node}").read_bytes() if node else b""
+                lines = said.decode(errors="replace").splitlines()[-LOG_LINES:]
                 print(f"process {node} ended with status {process.returncode}",
-                      *said.splitlines()[-LOG_LINES:], sep="\n", file=sys.stderr)  # fmt: skip
+                      *lines, sep="\n", file=sys.stderr)  # fmt: skip
     print(report(rates), flush=True)
     return int(failed)
 

@@ -270,7 +270,7 @@ def bytes_svg() -> str:
 
 def figures() -> dict[str, str]:
     """All figures, by the names of their files in docs/."""
-    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     return {"rings.svg": rings_svg(), "schemes.svg": schemes_svg(results), "bytes.svg": bytes_svg()}
 
 
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder; default: docs")
     args = parser.parse_args()
     for name, text in figures().items():
-        (args.out / name).write_text(text)
+        (args.out / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

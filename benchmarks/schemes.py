@@ -215,7 +215,8 @@ def largest(values: Sequence[float]) -> list[float]:
 
 def received_bytes() -> float:
     """Bytes that the port of an emulated node has received; NaN under other launchers."""
-    found = re.search(r"^ *eth0: *(\d+)", Path("/proc/net/dev").read_text(), re.MULTILINE)
+    counts = Path("/proc/net/dev").read_text(encoding="utf-8")
+    found = re.search(r"^ *eth0: *(\d+)", counts, re.MULTILINE)
     return float(found[1]) if found and "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else math.nan
 
 

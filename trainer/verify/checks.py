@@ -34,7 +34,7 @@ _TOKENS = {"cpu": 16, "gpu": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class SmallRun:
     """The run, cut down to what a host computes in float64: drawn data, and few channels."""
 
     run: Any
@@ -111,7 +111,7 @@ class Cut:
         return ways.results(self.program, self.weights, self.batch)
 
 
-def cut_of(config: Any, program: Program) -> Cut:
+def cut_of(config: Any, program: Program) -> SmallRun:
     """The cut of a run whose program on its mesh is given."""
     mesh: Any = program.attention.mesh
     degrees, devices = program.attention.degrees, mesh.size
@@ -133,10 +133,10 @@ def cut_of(config: Any, program: Program) -> Cut:
         "steps": max(config.steps, 2 * STEPS),
     }
     changes |= ways.experts_of(config, program)
-    return Cut(run=dataclasses.replace(small, **changes), mesh=mesh)
+    return SmallRun(run=dataclasses.replace(small, **changes), mesh=mesh)
 
 
-def gradients(cut: Cut) -> Iterator[Check]:
+def gradients(cut: SmallRun) -> Iterator[Check]:
     """The mesh beside float64, and beside other ways to compute the same on the mesh."""
     right = float64_of(cut)
     note = f"the mesh beside the host, float32, cut to {cut.note}"
@@ -179,7 +179,7 @@ def gradients(cut: Cut) -> Iterator[Check]:
         yield from of("ZeRO", program, cut.batch, f"level 0 beside {config.zero}")
 
 
-def _narrow(cut: Cut, right: Results) -> Iterator[Check]:
+def _narrow(cut: SmallRun, right: Results) -> Iterator[Check]:
     """The run's own type and kernels, where they are not those of the cut."""
     if cut.run == cut.config:
         return
@@ -204,7 +204,7 @@ def without_balance(config: Any) -> Any:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, experts=experts))
 
 
-def float64_of(cut: Cut) -> Results:
+def float64_of(cut: SmallRun) -> Results:
     """The results of the cut in float64."""
     one = cut.one
     prepared = jax.jit(functools.partial(one._prepare, training=True))(cut.alone(one))
@@ -216,7 +216,7 @@ def float64_of(cut: Cut) -> Results:
 # Steps, checkpoints and replicas -----------------------------------------------------------------
 
 
-def steps(cut: Cut, folder: Path) -> Iterator[Check]:
+def steps(cut: SmallRun, folder: Path) -> Iterator[Check]:
     """Steps on the mesh; replicas; a checkpoint, read back on the mesh and on one device."""
     program, state = cut.program, ways.state_of(cut.program, cut.weights)
     step = _compiled(program, state, cut.batch)

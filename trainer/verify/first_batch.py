@@ -33,7 +33,7 @@ _LEAST_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class PartOfRun:
     """A part of a run that fits one device."""
 
     config: Any
@@ -43,7 +43,7 @@ class Part:
     """What was cut."""
 
 
-def first_batch(part: Part, program: Program) -> Iterator[Check]:
+def first_batch(part: PartOfRun, program: Program) -> Iterator[Check]:
     """Loss, and the gradient of every weight, on the mesh and on one device of the same kind."""
     own, mesh = part.config, program.attention.mesh
     task: Any = TASKS[own.kind]
@@ -67,7 +67,7 @@ def first_batch(part: Part, program: Program) -> Iterator[Check]:
     yield from compared("first batch", Apart.of(got, right), bound, f"{note}; both beside float32")
 
 
-def fitting(program: Program) -> Part:
+def fitting(program: Program) -> PartOfRun:
     """The largest part of a run that one device computes in seconds."""
     config: Any = program.config
     task: Any = TASKS[config.kind]
@@ -93,15 +93,15 @@ def fitting(program: Program) -> Part:
     return parts[-1]
 
 
-def _parts(config: Any, program: Program, task: Task[Any, Any]) -> Iterator[Part]:
+def _parts(config: Any, program: Program, task: Task[Any, Any]) -> Iterator[PartOfRun]:
     """Parts of a run, the largest first."""
     arrives = getattr(config.data, "follow", False)
     if not arrives:
-        yield Part(config=config, of_data=True, cut=())
+        yield PartOfRun(config=config, of_data=True, cut=())
     few = _named(task.smaller(config, Smaller()), program)
     layers = f"{few.model.layers} of {config.model.layers} layers"
     if not arrives and not getattr(config, "replay_experts", False):
-        yield Part(config=few, of_data=True, cut=(layers,))
+        yield PartOfRun(config=few, of_data=True, cut=(layers,))
     data, parts = program.attention.degrees.data, config.gradient_accumulation
     devices = program.attention.mesh.size
     for channels in (None, -(-256 // devices) * devices):
@@ -111,7 +111,7 @@ def _parts(config: Any, program: Program, task: Task[Any, Any]) -> Iterator[Part
             own = dataclasses.replace(task.smaller(config, to), batch_size=data * parts)
             narrow = () if channels is None else (f"{channels} channels, few words",)
             rows = f"{own.batch_size} rows of {own.num_tokens:,} tokens"
-            yield Part(config=_named(own, program), of_data=False, cut=(layers, rows, *narrow))
+            yield PartOfRun(config=_named(own, program), of_data=False, cut=(layers, rows, *narrow))
             tokens //= 2
 
 
@@ -132,7 +132,7 @@ def _weights(program: Program, task: Task[Any, Any], *, is_whole: bool) -> tuple
     return ways.first_weights(program), "random weights"
 
 
-def _batches(part: Part, on_mesh: Program, alone: Program, task: Task[Any, Any]) -> Any:
+def _batches(part: PartOfRun, on_mesh: Program, alone: Program, task: Task[Any, Any]) -> Any:
     """The batch on the mesh, and on one device."""
     config = part.config
 

@@ -48,7 +48,7 @@ def _shown(x: float | None) -> str:
 
 
 @dataclass
-class Report:
+class Verdicts:
     """All checks of a run."""
 
     line: Callable[[str], None]

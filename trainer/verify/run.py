@@ -19,7 +19,7 @@ from trainer.tasks import TASKS
 from trainer.verify import checks
 from trainer.verify.first_batch import first_batch, fitting
 from trainer.verify.links import links
-from trainer.verify.report import Check, Report
+from trainer.verify.report import Check, Verdicts
 from trainer.verify.speed import speed
 
 VERIFY_FILE = "verify.json"
@@ -42,7 +42,7 @@ def verify(config: TrainConfig, mesh: Any, line: Callable[[str], None]) -> bool:
     program = Program(config, make_attention(mesh, config, objective), objective)
     require_writable(config.run_dir)
     device = mesh.devices.flat[0]
-    report = Report(line)
+    report = Verdicts(line)
     report.facts = {
         "devices": f"{mesh.size} x {device.device_kind}",
         "mesh": {name: int(size) for name, size in mesh.shape.items()},
