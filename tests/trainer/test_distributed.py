@@ -1,8 +1,10 @@
 """Several processes: how they start, that they train as one does, and how they fail."""
 
+import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -332,6 +334,39 @@ def test_processes_follow_files_and_export_as_one_does(tmp_path):
         assert one.keys() == two.keys()
         for name, x in one.items():
             np.testing.assert_allclose(two[name], x, atol=1e-5, err_msg=name)
+
+
+def verifying(data, run_dir):
+    flags = f"{failures.FLAGS} --devices 8 --mesh.data 2 --mesh.devices-per-node 4 --verify"
+    others = ["--distributed.timeout", "8", "--data.path", str(data), "--run-dir", str(run_dir)]
+    return [*flags.split(), *others]
+
+
+@pytest.mark.slow
+def test_processes_verify_a_run_together(tmp_path):
+    flags = verifying(failures.write_data(tmp_path), tmp_path / "run")
+    with failures.Processes(2, flags, folder=tmp_path) as processes:
+        processes.end()
+        assert "nothing is wrong" in processes.output(0)
+    found = json.loads((tmp_path / "run" / "verify.json").read_text())
+    assert found["ok"]
+    names = {check["name"] for check in found["checks"]}
+    assert {"first batch: gradients", "float64: gradients", "ZeRO: loss", "replicas"} <= names
+    assert {"checkpoint on the mesh", "checkpoint on one device", "links: axis ring"} <= names
+
+
+@pytest.mark.slow
+def test_process_that_dies_while_a_run_is_verified_ends_all(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "verify.json").write_text('{"ok": true}')  # Of a check before.
+    flags = verifying(failures.write_data(tmp_path), run_dir)
+    with failures.Processes(2, flags, folder=tmp_path) as processes:
+        assert processes.says(0, "first batch: loss", seconds=failures.HANGS_AFTER_SECONDS)
+        processes.signal(1, signal.SIGKILL)
+        assert 0 not in processes.wait()
+    found = run_dir / "verify.json"
+    assert not found.exists() or not json.loads(found.read_text())["ok"]
 
 
 # Failures.

@@ -13,6 +13,7 @@ from trainer.durable import replace_text
 from trainer.parallel.checks import make_attention
 from trainer.parallel.step import Program
 from trainer.planner.here import measure_cluster
+from trainer.processes import first_does
 from trainer.run.folder import current_versions, require_writable
 from trainer.run.settings import flags_of
 from trainer.tasks import TASKS
@@ -50,6 +51,8 @@ def verify(config: TrainConfig, mesh: Any, line: Callable[[str], None]) -> bool:
         "settings": {name: text for name, text in flags_of(config).items() if name != "verify"},
     }
     path = config.run_dir / VERIFY_FILE
+    # If a process is lost, no file of an earlier check must be taken for one of this.
+    first_does(lambda: path.unlink(missing_ok=True))
     try:
         for check in _checks(config, program):
             report.add(check)
