@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from startrail_jax.errors import UnsupportedError
 from trainer.config import MeshConfig, TrainConfig
 from trainer.data.dataset import Dataset
 
@@ -161,14 +162,23 @@ class Task(ABC, Generic[Config, Options]):
             ValueError: if the data do not fit the config.
         """
 
-    @abstractmethod
     def smaller(self, config: Config, to: Smaller) -> Config:
         """A smaller run with the same kinds of layers and the same loss, for `--verify`."""
+        del config, to
+        raise self._no_verify
 
-    @abstractmethod
     def drawn_data(self, config: Config, layout: Any) -> Dataset:
         """Random data for such a run, whose documents begin and end anywhere. Arguments as in
         `open_data`."""
+        del config, layout
+        raise self._no_verify
+
+    @property
+    def _no_verify(self) -> UnsupportedError:
+        return UnsupportedError(
+            "--verify needs a task with `smaller` and `drawn_data`; got a "
+            f"{type(self).__name__}, which has not both. Define them, or leave out --verify."
+        )
 
     def settled(self, data: Dataset, config: Config, layout: Any) -> Dataset:
         """The data without choices that a rounding error may turn, such as that of experts."""

@@ -23,13 +23,14 @@ from models.hooks import Hooks
 from plans import MODELS
 from programs import interrupt_after, make_program
 from refusals import refused
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 from trainer import planning, tasks
 from trainer.config import OptimizerConfig
 from trainer.gpt.pretrained.plan_model import is_file_model
 from trainer.parallel.abstract_step import AbstractStep
 from trainer.planner.hardware import GPUS, Cluster
 from trainer.run.settings import save_config
+from trainer.task import Smaller
 
 
 @pytest.fixture
@@ -91,6 +92,12 @@ def test_sizes_of_a_third_task_are_its_own(config):
     weights = jax.tree.leaves(make_program(config, st.Degrees()).state_shapes.weights["blocks"])
     assert model.matrices == sum(x.size for x in weights)
     assert AbstractStep.of_degrees(config, objective, st.Degrees()).memory().device_bytes > 0
+
+
+def test_a_task_that_cannot_be_verified_says_what_it_lacks(config):
+    for ask in (lambda x: x.smaller(config, Smaller()), lambda x: x.drawn_data(config, None)):
+        with refused(UnsupportedError, "LettersTask"):
+            ask(LettersTask())
 
 
 def test_a_config_of_another_task_is_no_diffusion_transformer(config, tmp_path):
