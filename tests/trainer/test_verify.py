@@ -309,7 +309,8 @@ def test_report_shows_bounds_and_names_what_is_wrong():
 def test_results_that_are_not_finite_are_wrong():
     right = Results(1.0, {"x": np.ones(3)})
     for loss, gradient in ((np.nan, 1.0), (1.0, np.inf), (1.0, np.nan)):
-        assert Apart.of(Results(loss, {"x": np.array([1, gradient, 1])}), right).most == np.inf
+        apart = Apart.of(Results(loss, {"x": np.array([1, gradient, 1])}), right)
+        assert max(apart.loss, apart.gradient) == np.inf
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -319,3 +320,13 @@ def test_verify_is_green_without_a_fault(seed, tmp_path):
     found = list(all_checks(config, degrees, tmp_path / "verify"))
     assert [str(check) for check in found if not check.ok] == []
     assert len(found) >= 9
+
+
+@pytest.mark.slow
+def test_a_run_in_bfloat16_is_compared_with_the_error_of_one_device(tmp_path, compile_well):
+    config = of_data(small(dict(dtype="bfloat16")))
+    found = {check.name: check for check in all_checks(config, EIGHT, tmp_path / "verify")}
+    assert all(check.ok for check in found.values())
+    for name in ("first batch: gradients", "the run's type: gradients"):
+        assert 1e-3 < found[name].value < found[name].most < 0.5
+    assert found["float64: gradients"].most == FLOAT32

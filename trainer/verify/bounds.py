@@ -18,8 +18,18 @@ AFTER_STEPS = 1e-4
 gradient, and so enlarges what rounding makes of a small one."""
 
 
-def compared(name: str, apart: Apart, most: float, note: str) -> Iterator[Check]:
-    """A loss, and the gradient that is furthest off; `note` says what is compared with what."""
-    yield Check(name=f"{name}: loss", value=apart.loss, most=most, note=note)
+NARROW_LOSS = 2e-3
+"""Least bound of a loss in bfloat16, half of the distance of two numbers: one device may be right
+by chance."""
+
+
+def compared(name: str, apart: Apart, note: str, one: Apart | None = None) -> Iterator[Check]:
+    """A loss, and the gradient that is furthest off; `note` says what is compared with what. `one`
+    is how far one device is off in the same narrow type; None in float32."""
+    loss = FLOAT32 if one is None else max(NARROW * one.loss, NARROW_LOSS)
+    gradient = FLOAT32 if one is None else max(NARROW * one.gradient, FLOAT32)
+    yield Check(name=f"{name}: loss", value=apart.loss, most=loss, note=note)
     where = f"of {len(apart.gradients)} weights, most in {apart.worst}"
-    yield Check(name=f"{name}: gradients", value=apart.gradient, most=most, note=where)
+    if one is not None:
+        where += f"; {one.gradient:.2g} on one device"
+    yield Check(name=f"{name}: gradients", value=apart.gradient, most=gradient, note=where)

@@ -34,11 +34,6 @@ class Apart(NamedTuple):
         """How far these are apart."""
         return self.gradients[self.worst]
 
-    @property
-    def most(self) -> float:
-        """The larger one of both differences."""
-        return max(self.loss, self.gradient)
-
     @classmethod
     def of(cls, got: Results, want: Results) -> Apart:
         """The distance of some results from the right ones."""
