@@ -705,6 +705,32 @@ def _reference(
     return {"out": out, "lse": lse, "dq": rounded(dq), "dk": rounded(dk), "dv": rounded(dv)}
 
 
+def dense_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    seen: Any,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    changed: Callable[[jax.Array], jax.Array] = lambda logits: logits,
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B T N V] and log-sum-exp [B N T], sinks included, of dense attention. `seen` are the
+    visible pairs, [B 1 T S] or what broadcasts to it; `changed` is applied to the capped logits."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    s = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
+    s = s * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        s = softcap * jnp.tanh(s / softcap)
+    s = jnp.where(seen, changed(s), EMPTY)
+    lse = jax.nn.logsumexp(s, axis=-1)
+    if sinks is not None:
+        lse = jnp.logaddexp(lse, sinks[None, :, None])
+    p = jnp.where(seen, jnp.exp(s - lse[..., None]), 0)
+    return jnp.einsum("bnts,bsnv->btnv", p, value, precision="highest"), lse
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dense(Attention):
     """Dense attention with the settings of another, in float32, with tokens in natural order.
@@ -753,21 +779,18 @@ class _Dense(Attention):
             )
         problem = _Inputs(query=query, key=key, value=value, dout=None, dlse=None, segment_ids=ids)
         seen = jnp.asarray(_visible(self, problem))[:, None]
-        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-        s = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest")
-        s = s * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
-        if self.softcap is not None:
-            s = self.softcap * jnp.tanh(s / self.softcap)
         slopes, bias = (getattr(given.scores, name, None) for name in ("slopes", "bias"))
-        if slopes is not None:
-            distance = np.abs(np.subtract.outer(*map(np.arange, s.shape[2:])))
-            s = s - slopes[None, :, None, None] * distance[None, None]
-        s = jnp.where(seen, s if bias is None else s + bias, EMPTY)
-        lse = jax.nn.logsumexp(s, axis=-1)
-        if given.sinks is not None:
-            lse = jnp.logaddexp(lse, given.sinks[None, :, None])
-        p = jnp.where(seen, jnp.exp(s - lse[..., None]), 0)
-        out = jnp.einsum("bnts,bsnv->btnv", p, value, precision="highest")
+
+        def changed(s: jax.Array) -> jax.Array:
+            if slopes is not None:
+                distance = np.abs(np.subtract.outer(*map(np.arange, s.shape[2:])))
+                s = s - slopes[None, :, None, None] * distance[None, None]
+            return s if bias is None else s + bias
+
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        out, lse = dense_attention(
+            query, key, value, seen, sinks=given.sinks, changed=changed, **options
+        )
         return out.astype(dtype), jnp.where(seen.any(axis=-1), lse, EMPTY)
 
     def _on_device(self, *shards: Any, **options: Any) -> tuple[jax.Array, jax.Array]:

@@ -65,13 +65,7 @@ class Planner:
             )
         lengths = self._lengths() if config.whole_documents else None
         begin = time.perf_counter()
-        cluster = measure_cluster(
-            devices,
-            devices_per_node=config.mesh.devices_per_node,
-            head_dim=config.model.head_dim,
-            itemsize=jnp.dtype(config.model.dtype).itemsize,
-            causal=config.causal,
-        )
+        cluster = self.measure(devices)
         seconds = time.perf_counter() - begin
         limit = step_limit(devices, cluster.gpu.memory_bytes)
         share = _describe_limit(limit, devices[0].platform, cluster.gpu.memory_bytes)
@@ -93,6 +87,17 @@ class Planner:
             degrees=st.Degrees(**degrees),
             order=given_order(config.mesh) or tuple(order),
             description=tuple(lines),
+        )
+
+    def measure(self, devices: Sequence[Any]) -> Cluster:
+        """Measures the devices, with an attention like that of the run."""
+        config = self.config
+        return measure_cluster(
+            devices,
+            devices_per_node=config.mesh.devices_per_node,
+            head_dim=config.model.head_dim,
+            itemsize=jnp.dtype(config.model.dtype).itemsize,
+            causal=config.causal,
         )
 
     def forecasts(self, cluster: Cluster, count: int, limit: int | None = None) -> list[Prediction]:

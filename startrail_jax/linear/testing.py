@@ -90,7 +90,7 @@ class StateProblem:
         with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
             arrays = [jnp.asarray(np.asarray(x, np.float64)) for x in self.inputs]
             cotangents = tuple(jnp.asarray(np.asarray(x, np.float64)) for x in self.cotangents)
-            run = functools.partial(_recurrence, attention, self.ids)
+            run = functools.partial(recurrence, attention, self.ids)
             (out, last), pull = jax.vjp(run, *arrays)
             found = _named(out, last, *pull(cotangents))
         return {name: np.asarray(x) for name, x in found.items()}
@@ -122,7 +122,8 @@ def _named(*results: Array) -> dict[str, Array]:
     return dict(zip(_NAMES, results, strict=True))
 
 
-def _recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[Array, Array]:
+def recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[Array, Array]:
+    """Output and last state, token by token, of query, key, value, decay, beta and a state."""
     *tokens, state = arrays
     heads = state.shape[1]
     query, key, value, decay, beta = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in tokens)

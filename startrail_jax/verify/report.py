@@ -64,10 +64,7 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether all schemes ran, and nothing is wrong."""
-        results = [found for _, found in (*self.exactness, *self.speed)]
-        return all(
-            not isinstance(found, str) and all(x.ok for x in found.values()) for found in results
-        )
+        return not self.wrong
 
     @property
     def wrong(self) -> int:

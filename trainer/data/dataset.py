@@ -32,6 +32,24 @@ class Subset:
         return self.source[int(self.numbers[index])]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """Random examples, each made when it is read: a `Source`."""
+
+    make: Callable[[Any], Any]
+    """(numpy.random.Generator) -> an example."""
+    seed: int
+    count: int = 64
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        import numpy as np  # Here: tasks import this module, and `--help` must be fast.
+
+        return self.make(np.random.default_rng((self.seed, index)))
+
+
 def held_out_of(source: Source, fraction: float) -> tuple[Subset, Subset]:
     """The examples to train on, and a fraction of all that is held out, at least one. Which these
     are depends on the number of examples alone."""

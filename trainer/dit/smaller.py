@@ -13,8 +13,6 @@ from trainer.task import Smaller
 
 _DIM = 16
 """Channels of a head, where they need not be those of the run."""
-EXAMPLES = 64
-"""Examples of random data."""
 
 
 def smaller_denoiser(config: Any, to: Smaller) -> Any:
@@ -45,22 +43,19 @@ def _fewer_tokens(
 
 def drawn_images(config: DiTTrainConfig, layout: Any) -> Any:
     """`Task.drawn_data`."""
-    from trainer.data.dataset import Dataset
+    from trainer.data.dataset import Dataset, Drawn
     from trainer.dit.batches import image_batch
     from trainer.dit.images import Example
 
-    rng, classes = np.random.default_rng(config.seed), config.model.classes
-    shape = (*config.size, config.model.channels)
-    examples: Any = [
-        Example(
-            rng.standard_normal(shape).astype(np.float32),
-            int(rng.integers(classes)) if classes else None,
-        )
-        for _ in range(EXAMPLES)
-    ]
+    shape, classes = (*config.size, config.model.channels), config.model.classes
+
+    def draw(rng: np.random.Generator) -> Example:
+        label = int(rng.integers(classes)) if classes else None
+        return Example(rng.standard_normal(shape).astype(np.float32), label)
+
     return Dataset(
-        train=examples,
-        held_out=examples[:0],
+        train=Drawn(make=draw, seed=config.seed),
+        held_out=Drawn(make=draw, seed=config.seed, count=0),
         collate=partial(image_batch, config=config, layout=layout),
         description="random images",
         loss_unit="",

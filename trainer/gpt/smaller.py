@@ -21,8 +21,6 @@ from trainer.task import Smaller
 
 _DIM = 16
 """Channels of a head, where they need not be those of the run."""
-_ROWS = 64
-"""Rows of random data."""
 
 
 def smaller_gpt(config: GPTTrainConfig, to: Smaller) -> GPTTrainConfig:
@@ -164,7 +162,7 @@ def _experts(rng: np.random.Generator, length: int, replay: Replay) -> Any:
 
 def drawn_text(config: GPTTrainConfig, layout: Any) -> Any:
     """`Task.drawn_data`."""
-    from trainer.data.dataset import Dataset
+    from trainer.data.dataset import Dataset, Drawn
     from trainer.gpt.batches import collate
     from trainer.gpt.documents import TokenDocuments
     from trainer.gpt.rollouts.dataset import collate_rollouts
@@ -172,21 +170,20 @@ def drawn_text(config: GPTTrainConfig, layout: Any) -> Any:
     words, length = config.model.vocab_size, config.seq_len
     common: dict[str, Any] = {"held_out": [], "description": "random tokens", "loss_unit": ""}
     if not config.data.mask_documents:
-        rng = np.random.default_rng(config.seed)
-        rows: Any = list(rng.integers(words, size=(_ROWS, length + 1), dtype=np.int32))
-        join: Any = partial(collate, layout=layout)
-        return Dataset(train=rows, collate=join, **common)
-    every_row: Any = [_row(config, np.random.default_rng((config.seed, n))) for n in range(_ROWS)]
-    documents = None
+        row = Drawn(
+            make=lambda rng: rng.integers(words, size=length + 1, dtype=np.int32), seed=config.seed
+        )
+        return Dataset(train=row, collate=partial(collate, layout=layout), **common)
+    rows, documents = Drawn(make=partial(_row, config), seed=config.seed), None
     if config.whole_documents:
-        every = [example for row in every_row for example in row]
+        every = [example for n in range(len(rows)) for example in rows[n]]
         documents = TokenDocuments(
             lengths=np.array([len(x.tokens) for x in every]),
             read=every.__getitem__,
             numbers=_arrays(config),
         )
     join = partial(collate_rollouts, layout=layout, length=length, arrays=_arrays(config))
-    return Dataset(train=every_row, documents=documents, collate=join, **common)
+    return Dataset(train=rows, documents=documents, collate=join, **common)
 
 
 def _row(config: GPTTrainConfig, rng: np.random.Generator) -> list[Any]:

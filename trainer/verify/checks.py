@@ -29,8 +29,8 @@ from trainer.verify.results import Apart, Results, on_host
 
 STEPS = 2
 """Steps before a checkpoint, and after it."""
-_TOKENS = {"cpu": 16, "gpu": 128}
-"""Least tokens of a device in the cut run, by platform."""
+_TOKENS_OF_CPU, _TOKENS_OF_GPU = 16, 128
+"""Tokens of a device in the cut run, if the run has as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def cut_of(config: Any, program: Program) -> SmallRun:
     mesh: Any = program.attention.mesh
     degrees, devices = program.attention.degrees, mesh.size
     is_cpu = mesh.devices.flat[0].platform == "cpu"
-    share = max(_TOKENS["cpu" if is_cpu else "gpu"], 4)
+    share = _TOKENS_OF_CPU if is_cpu else _TOKENS_OF_GPU
     tokens = min(config.num_tokens, degrees.sequence * share)
     channels = -(-64 // devices) * devices
     to = Smaller(tokens=tokens, channels=channels, head_dim=not is_cpu)
@@ -151,8 +151,7 @@ def gradients(cut: SmallRun) -> Iterator[Check]:
     if cut.has_documents:
         rows = cut.program
         if config.whole_documents:
-            single = dataclasses.replace(config.data, batches="rows", draw=4096)
-            rows = ways.program_of(dataclasses.replace(config, data=single), mesh)
+            rows = ways.program_of(ways.in_rows(config), mesh)
         note = "each document in a row of its own, beside the batch of the run"
         yield from of("documents", rows, cut.alone(rows), note)
     kind = cut.program.attention.layout.kind
@@ -163,11 +162,10 @@ def gradients(cut: SmallRun) -> Iterator[Check]:
         yield from of("order of tokens", program, batch, f"{other} beside {kind}")
     if not config.whole_documents:
         parts = config.batch_size // cut.program.attention.degrees.data
-        accumulated = dataclasses.replace(without_balance(config), gradient_accumulation=parts)
-        whole = ways.program_of(without_balance(config), mesh)
-        want = cut.results
-        if without_balance(config) is not config:
-            want = ways.results(whole, cut.weights, cut.batch)
+        whole, want = without_balance(config), cut.results
+        if whole is not config:
+            want = ways.results(ways.program_of(whole, mesh), cut.weights, cut.batch)
+        accumulated = dataclasses.replace(whole, gradient_accumulation=parts)
         got = ways.results(ways.program_of(accumulated, mesh), cut.weights, cut.batch)
         note = f"{parts} parts of a batch beside one"
         yield from compared("accumulation", Apart.of(got, want), note)

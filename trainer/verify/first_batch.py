@@ -23,11 +23,9 @@ from trainer.verify.bounds import compared
 from trainer.verify.report import Check
 from trainer.verify.results import Apart, on_host
 
-_FLOPS = {"cpu": 1e11}
-_FLOPS_OF_GPU = 5e15
+_FLOPS_OF_CPU, _FLOPS_OF_GPU = 1e11, 5e15
 """Most FLOPs of a batch on one device: seconds."""
-_WEIGHTS = {"cpu": 1 << 30}
-_WEIGHTS_OF_GPU = 8 << 30
+_WEIGHTS_OF_CPU, _WEIGHTS_OF_GPU = 1 << 30, 8 << 30
 """Most bytes of the weights, which the host holds too."""
 _LEAST_TOKENS = 64
 
@@ -73,10 +71,9 @@ def fitting(program: Program) -> PartOfRun:
     task: Any = TASKS[config.kind]
     mesh: Any = program.attention.mesh
     devices = mesh.devices.ravel().tolist()
-    platform = devices[0].platform
-    limit = step_limit(devices)
-    flops = _FLOPS.get(platform, _FLOPS_OF_GPU)
-    most = _WEIGHTS.get(platform, _WEIGHTS_OF_GPU)
+    limit, is_cpu = step_limit(devices), devices[0].platform == "cpu"
+    flops = _FLOPS_OF_CPU if is_cpu else _FLOPS_OF_GPU
+    most = _WEIGHTS_OF_CPU if is_cpu else _WEIGHTS_OF_GPU
     parts = [*_parts(config, program, task)]
     for part in parts[:-1]:
         try:

@@ -17,19 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Array
 
 from models.hooks import Hooks
 from startrail_jax.attention import Attention
 from startrail_jax.linear.attention import LinearAttention
-from startrail_jax.linear.halo import begins, wide
+from startrail_jax.linear.halo import wide
+from startrail_jax.linear.testing import recurrence
+from startrail_jax.testing import dense_attention
 from trainer.objective import Objective
 from trainer.parallel.partition import path_name, split_frozen
 from trainer.verify.results import Results
 from trainer.verify.wide import in_float64
-
-_MASKED = -1e30
 
 
 def float64_results(
@@ -46,7 +45,7 @@ def float64_results(
     """
     hooks = Hooks(
         linear_attention=lambda rule: _Recurrence(LinearAttention(attention.mesh, rule=rule)),
-        attend_whole=functools.partial(_dense, None, None, None),
+        attend_whole=_attend_whole,
     )
 
     def make() -> nnx.Module:
@@ -98,6 +97,7 @@ def _loss(objective: Objective, model: Any, batch: Any) -> Array:
 
 def _dense_of(attention: Attention) -> Callable[..., Array]:
     """An `AttentionFn` with the mask, scale and cap of an attention."""
+    options: dict[str, Any] = {"scale": attention.scale, "softcap": attention.softcap}
 
     def attend(
         query: Array,
@@ -116,35 +116,14 @@ def _dense_of(attention: Attention) -> Callable[..., Array]:
         seen = jnp.asarray(np.broadcast_to(seen, (1, len(place), len(place))))
         if segment_ids is not None:
             seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
-        run = functools.partial(_dense, seen, attention.scale, attention.softcap)
-        return jax.checkpoint(run)(query, key, value, sinks)
+        run = functools.partial(dense_attention, sinks=sinks, **options)
+        return jax.checkpoint(run)(query, key, value, seen[:, None])[0]
 
     return attend
 
 
-def _dense(
-    seen: Array | None,
-    scale: float | None,
-    softcap: float | None,
-    query: Array,
-    key: Array,
-    value: Array,
-    sinks: Array | None = None,
-) -> Array:
-    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    scores = jnp.einsum("btnh,bsnh->bnts", query, key)
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    if seen is not None:
-        scores = jnp.where(seen[:, None], scores, _MASKED)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    if sinks is not None:
-        lse = jnp.logaddexp(lse, sinks[None, :, None])
-    shares = jnp.exp(scores - lse[..., None])
-    if seen is not None:
-        shares = jnp.where(seen[:, None], shares, 0)
-    return jnp.einsum("bnts,bsnv->btnv", shares, value)
+def _attend_whole(query: Array, key: Array, value: Array) -> Array:
+    return dense_attention(query, key, value, np.ones((1, 1, 1, 1), bool))[0]
 
 
 @dataclass(frozen=True)
@@ -159,33 +138,14 @@ class _Recurrence:
         key: Array,
         value: Array,
         decay: Array,
-        beta: Array | None = None,
+        beta: Array,
         *,
         segment_ids: Array | None = None,
     ) -> Array:
-        heads = decay.shape[2]
-        rows, length = query.shape[:2]
-        ids = jnp.zeros((rows, length), jnp.int32) if segment_ids is None else segment_ids
-        tokens = [
-            None if x is None else jnp.repeat(x, heads // x.shape[2], axis=2)
-            for x in (query, key, value, decay, beta)
-        ]
-        tokens[3] = decay if decay.ndim == 4 else decay[..., None]
-        fresh = begins(ids, jnp.full((rows,), -1, jnp.int32))
-        scale = self.attention._scale(query.shape[3])
-
-        def add(state: Array, x: Any) -> tuple[Array, Array]:
-            query, key, value, decay, beta, fresh, real = x
-            before = jnp.where(wide(fresh, state), 0, state)
-            after = self.attention.rule.token(before, key, value, decay, beta)
-            state = jnp.where(wide(real, state), after, state)
-            out = scale * jnp.einsum("bhkv,bhk->bhv", state, query)
-            return state, jnp.where(wide(real, out), out, 0)
-
+        heads, rows = decay.shape[2], len(query)
         state = jnp.zeros((rows, heads, query.shape[3], value.shape[3]), jnp.float32)
-        steps = (*tokens, fresh, ids >= 0)
-        _, out = lax.scan(add, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
-        return jnp.moveaxis(out, 0, 1)
+        tokens = query, key, value, decay, beta
+        return recurrence(self.attention, segment_ids, *tokens, state)[0]
 
     def causal_conv(self, x: Array, kernel: Array, *, segment_ids: Array | None = None) -> Array:
         rows, length = x.shape[:2]

@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from trainer.config import TrainConfig
 from trainer.durable import replace_text
-from trainer.parallel.checks import make_attention
 from trainer.parallel.step import Program
-from trainer.planner.here import measure_cluster
+from trainer.planning import Planner
 from trainer.processes import first_does
 from trainer.run.folder import current_versions, require_writable
 from trainer.run.settings import flags_of
 from trainer.tasks import TASKS
-from trainer.verify import checks
+from trainer.verify import checks, ways
 from trainer.verify.first_batch import first_batch, fitting
 from trainer.verify.links import links
 from trainer.verify.report import Check, Verdicts
@@ -39,8 +37,7 @@ def verify(config: TrainConfig, mesh: Any, line: Callable[[str], None]) -> bool:
     Returns:
         Whether nothing is wrong.
     """
-    objective = TASKS[config.kind].make_objective(config)
-    program = Program(config, make_attention(mesh, config, objective), objective)
+    program = ways.program_of(config, mesh)
     require_writable(config.run_dir)
     device = mesh.devices.flat[0]
     report = Verdicts(line)
@@ -70,15 +67,9 @@ def _checks(config: Any, program: Program) -> Iterator[Check]:
     yield from checks.gradients(cut)
     yield from checks.steps(cut, config.run_dir / _FOLDER)
     mesh: Any = program.attention.mesh
-    devices, per_node = mesh.devices.ravel().tolist(), config.mesh.devices_per_node
-    cluster = measure_cluster(
-        devices,
-        devices_per_node=per_node,
-        head_dim=config.model.head_dim,
-        itemsize=jnp.dtype(config.model.dtype).itemsize,
-        causal=config.causal,
-    )
-    yield from links(mesh, cluster, per_node)
+    devices = mesh.devices.ravel().tolist()
+    cluster = Planner(config, TASKS[config.kind]).measure(devices)
+    yield from links(mesh, cluster, config.mesh.devices_per_node)
     # The run itself, or what simulated devices compute of it in seconds.
     timed = part.config if devices[0].platform == "cpu" else config
     yield from speed(timed, program, cluster)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,12 +49,18 @@ def exact(config: Any) -> Any:
 def alone(config: Any) -> Any:
     """A config for one device: rows, without a double ring."""
     attention = dataclasses.replace(config.attention, inner=1)
-    changes: dict[str, Any] = {"attention": attention}
-    if config.whole_documents:
-        changes["data"] = dataclasses.replace(config.data, batches="rows", draw=4096)
+    config, changes = in_rows(config), {"attention": attention}
     if hasattr(config, "experts"):
         changes["experts"] = "auto"
     return dataclasses.replace(config, **changes)
+
+
+def in_rows(config: Any) -> Any:
+    """A config whose batches consist of rows."""
+    if not config.whole_documents:
+        return config
+    data = dataclasses.replace(config.data, batches="rows", draw=type(config.data).draw)
+    return dataclasses.replace(config, data=data)
 
 
 def experts_of(config: Any, program: Program) -> dict[str, str]:
@@ -102,17 +108,20 @@ def moved(weights: Any) -> Any:
 
 def state_of(program: Program, weights: Any) -> Any:
     """The state before the first step, with weights of the host."""
-    shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)
     make = functools.partial(initial_state, program.config, program.optimizer)
-    options: Any = {"out_shardings": shardings, "compiler_options": quick(program)}
-    return jax.jit(make, **options)(put(weights, program.state_shapes.model))
+    return _state(program, make, put(weights, program.state_shapes.model))
 
 
 def random_state(program: Program) -> Any:
     """The state of a run before its first step."""
+    return _state(program, program._initialise)
+
+
+def _state(program: Program, make: Callable[..., Any], *arguments: Any) -> Any:
+    """The state that a function makes, sharded as the program needs it."""
     shardings = jax.tree.map(lambda x: x.sharding, program.state_shapes)
     options: Any = {"out_shardings": shardings, "compiler_options": quick(program)}
-    return jax.jit(program._initialise, **options)()
+    return jax.jit(make, **options)(*arguments)
 
 
 def rows(program: Program, data: Dataset, numbers: Sequence[int]) -> Any:

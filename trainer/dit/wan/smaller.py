@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.dit.smaller import EXAMPLES, smaller_denoiser
+from trainer.dit.smaller import smaller_denoiser
 from trainer.dit.wan.config import WanTrainConfig
 from trainer.task import Smaller
 
@@ -31,29 +31,27 @@ def smaller_wan(config: WanTrainConfig, to: Smaller) -> WanTrainConfig:
 
 def drawn_clips(config: WanTrainConfig, layout: Any) -> Any:
     """`Task.drawn_data`."""
-    from trainer.data.dataset import Dataset
+    from trainer.data.dataset import Dataset, Drawn
     from trainer.dit.wan.batches import Clip, clip_batch
     from trainer.planner.models import IMAGE_TOKENS
 
-    rng, model = np.random.default_rng(config.seed), config.model
+    model, size = config.model, (*config.size, config.model.channels)
 
-    def normal(*shape: int) -> Any:
+    def normal(rng: np.random.Generator, *shape: int) -> Any:
         return rng.standard_normal(shape).astype(np.float32)
 
-    size = (*config.size, model.channels)
-    examples: Any = [
-        Clip(
-            normal(*size),
-            normal(int(rng.integers(1, model.text_tokens + 1)), model.text_dim),
-            normal(*size) if model.first_frame == "channels" else None,
-            None if model.image_dim is None else normal(IMAGE_TOKENS, model.image_dim),
+    def draw(rng: np.random.Generator) -> Clip:
+        return Clip(
+            normal(rng, *size),
+            normal(rng, int(rng.integers(1, model.text_tokens + 1)), model.text_dim),
+            normal(rng, *size) if model.first_frame == "channels" else None,
+            None if model.image_dim is None else normal(rng, IMAGE_TOKENS, model.image_dim),
         )
-        for _ in range(EXAMPLES)
-    ]
-    empty = normal(1, model.text_dim)
+
+    empty = normal(np.random.default_rng(config.seed), 1, model.text_dim)
     return Dataset(
-        train=examples,
-        held_out=examples[:0],
+        train=Drawn(make=draw, seed=config.seed),
+        held_out=Drawn(make=draw, seed=config.seed, count=0),
         collate=partial(clip_batch, empty=empty, config=config, layout=layout),
         description="random videos",
         loss_unit="",
