@@ -21,6 +21,7 @@ import trainer.verify.run
 from models.experts import _Dispatch
 from models.parts.experts import ExpertsConfig
 from models.parts.gated_delta import LinearConfig
+from models.parts.ssd import SSDConfig
 from programs import REPOSITORY, SMALL, TINY, make_config
 from startrail_jax.linear.scan import Line
 from startrail_jax.masks import Window
@@ -28,8 +29,10 @@ from startrail_jax.rings import collectives, concentric, score_units
 from startrail_jax.rings.concentric import Concentric
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.gpt.config import DataConfig
+from trainer.gpt.task import GPTTask
 from trainer.parallel.partition import Partition
 from trainer.parallel.step import Program
+from trainer.task import Smaller
 from trainer.verify import checks, ways
 from trainer.verify.bounds import AFTER_STEPS, FLOAT32
 from trainer.verify.first_batch import first_batch, fitting
@@ -330,3 +333,24 @@ def test_a_run_in_bfloat16_is_compared_with_the_error_of_one_device(tmp_path, co
     for name in ("first batch: gradients", "the run's type: gradients"):
         assert 1e-3 < found[name].value < found[name].most < 0.5
     assert found["float64: gradients"].most == FLOAT32
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_narrow_models_keep_the_channels_of_heads_that_kernels_need(keeps):
+    sizes = dict(mixers=("linear", "ssd", "attention"), layers=3, head_dim=64)
+    linear = LinearConfig(key_heads=2, value_dim=128)
+    config = small(sizes | dict(linear=linear, ssd=SSDConfig(groups=2, state_dim=128)))
+    model = GPTTask().smaller(config, Smaller(tokens=32, channels=64, head_dim=keeps)).model
+    of_heads = model.head_dim, model.linear.key_dim, model.linear.value_dim
+    assert (*of_heads, model.ssd.head_dim, model.ssd.state_dim) == (
+        (64, 64, 128, 64, 128) if keeps else (16,) * 5
+    )
+
+
+@pytest.mark.quick
+def test_a_short_run_whose_data_are_yet_to_come_has_a_part_to_verify(tmp_path):
+    data = DataConfig(path=(tmp_path,), follow=True)
+    config = make_config(SMALL, seq_len=32, batch_size=2, objective="policy", data=data)
+    part = fitting(program_of(config, RING))
+    assert not part.of_data
+    assert part.config.num_tokens == 32

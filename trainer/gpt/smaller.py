@@ -39,7 +39,7 @@ def smaller_gpt(config: GPTTrainConfig, to: Smaller) -> GPTTrainConfig:
         data = replace(data, longest_document=None)
     lora = config.lora
     if to.channels is not None:
-        model = _narrow(model, to.channels, least_words=_least_words(config), heads=to.head_dim)
+        model = _narrow(model, to.channels, least_words=_least_words(config), keeps=to.head_dim)
         if lora.rank is not None:
             rank = min(lora.rank, 8)
             lora = replace(lora, rank=rank, alpha=rank * lora.scale)
@@ -77,25 +77,25 @@ def _one_of_each(model: GPTConfig) -> GPTConfig:
     )
 
 
-def _narrow(model: GPTConfig, channels: int, *, least_words: int, heads: int | None) -> GPTConfig:
-    """The model with so many channels, and with all its heads and experts."""
+def _narrow(model: GPTConfig, channels: int, *, least_words: int, keeps: bool) -> GPTConfig:
+    """The model with so many channels, and with all its heads and experts. It keeps the channels of
+    heads, or has few."""
 
-    def fewer(x: int | None, default: int) -> int:
-        return min(default if x is None else x, heads or _DIM)
+    def fewer(channels: int) -> int:
+        return channels if keeps else min(channels, _DIM)
 
-    rope, sizes = model.rope, {}
-    if heads is None and model.head_dim > _DIM:
-        sizes["head_dim"] = _DIM
-        turned = rope.channels and max(2, rope.channels * _DIM // model.head_dim // 2 * 2)
-        rope = replace(rope, channels=turned)
+    rope = model.rope
+    dim = fewer(model.head_dim)
+    if dim < model.head_dim and rope.channels is not None:
+        rope = replace(rope, channels=max(2, rope.channels * dim // model.head_dim // 2 * 2))
     linear, ssd = model.linear, model.ssd
     if "linear" in model.layer_mixers:
         key_dim = linear.key_dim or model.head_dim
-        value_dim = fewer(linear.value_dim, key_dim)
-        linear = replace(linear, key_dim=fewer(None, key_dim), value_dim=value_dim)
+        value_dim = fewer(linear.value_dim or key_dim)
+        linear = replace(linear, key_dim=fewer(key_dim), value_dim=value_dim)
     if "ssd" in model.layer_mixers:
-        dims = {"head_dim": fewer(ssd.head_dim, model.head_dim)}
-        ssd = replace(ssd, state_dim=fewer(ssd.state_dim, 0), **dims)
+        head_dim = fewer(ssd.head_dim or model.head_dim)
+        ssd = replace(ssd, head_dim=head_dim, state_dim=fewer(ssd.state_dim))
     experts = model.experts
     if "experts" in model.layer_feed_forwards:
         shared = min(experts.shared_width, channels)
@@ -109,7 +109,7 @@ def _narrow(model: GPTConfig, channels: int, *, least_words: int, heads: int | N
         linear=linear,
         ssd=ssd,
         experts=experts,
-        **sizes,
+        head_dim=dim,
     )
 
 

@@ -102,14 +102,13 @@ def _parts(config: Any, program: Program, task: Task[Any, Any]) -> Iterator[Part
     data, parts = program.attention.degrees.data, config.gradient_accumulation
     devices = program.attention.mesh.size
     for channels in (None, -(-256 // devices) * devices):
-        tokens = config.num_tokens
-        while tokens > _LEAST_TOKENS:
+        halvings = max(config.num_tokens // _LEAST_TOKENS, 1).bit_length()
+        for tokens in (config.num_tokens >> n for n in range(halvings)):
             to = Smaller(tokens=tokens, channels=channels, head_dim=True)
             own = dataclasses.replace(task.smaller(config, to), batch_size=data * parts)
             narrow = () if channels is None else (f"{channels} channels, few words",)
             rows = f"{own.batch_size} rows of {own.num_tokens:,} tokens"
             yield PartOfRun(config=_named(own, program), of_data=False, cut=(layers, rows, *narrow))
-            tokens //= 2
 
 
 def _named(config: Any, program: Program) -> Any:
