@@ -177,9 +177,14 @@ def mesh_nodes(mesh: Mesh, devices_per_node: int | None = None) -> np.ndarray:
     Raises:
         ValueError: if `devices_per_node` does not divide the number of devices.
     """
-    devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
+    devices = mesh_devices(mesh)
     node = dict(zip(devices, nodes_of(devices, devices_per_node), strict=True))
     return np.array([node[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+
+
+def mesh_devices(mesh: Mesh) -> list[Any]:
+    """The devices of a mesh in the order of `jax.devices()`, in which runs of them are nodes."""
+    return sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
 
 
 def slowest_first(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -194,7 +199,7 @@ def slowest_first(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """
     if isinstance(mesh, AbstractMesh):
         return mesh.axis_names
-    devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
+    devices = mesh_devices(mesh)
     node = dict(zip(devices, nodes_of(devices), strict=True))
     place = {device: i for i, device in enumerate(sorted(devices, key=node.__getitem__))}
     places = np.array([place[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)

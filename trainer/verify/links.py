@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from startrail_jax.devices.nodes import mesh_nodes, nodes_of
+from startrail_jax.devices.nodes import mesh_devices, nodes_of
 from trainer.planner.hardware import Cluster
 from trainer.planner.here import Pairs, Probe, known_gpu
 from trainer.verify.report import Check
@@ -31,7 +30,7 @@ def links(mesh: Any, cluster: Cluster, devices_per_node: int | None) -> Iterator
         cluster: what `measure_cluster` has measured on its devices.
         devices_per_node: `MeshConfig.devices_per_node`.
     """
-    devices = mesh.devices.ravel().tolist()
+    devices = mesh_devices(mesh)
     is_cpu, known = devices[0].platform == "cpu", known_gpu(devices[0])
     if cluster.gpus_per_node > 1:
         sheet = None if known is None else known.inside_rate
@@ -46,7 +45,9 @@ def links(mesh: Any, cluster: Cluster, devices_per_node: int | None) -> Iterator
         yield _latency("inside of a node", cluster.inside_latency, cluster)
     if cluster.nodes == 1 and is_cpu:
         return
-    probe, order = _probe(devices, devices_per_node)
+    numbers = nodes_of(devices, devices_per_node)
+    ordered = [devices[i] for i in np.argsort(numbers, kind="stable")]
+    probe = Probe(ordered)
     if cluster.nodes > 1:
         several = "s" if cluster.ports > 1 else ""
         duplex = ", both ways together" if cluster.half_duplex else ""
@@ -57,10 +58,14 @@ def links(mesh: Any, cluster: Cluster, devices_per_node: int | None) -> Iterator
             note=f"{cluster.ports} port{several} a node{duplex}: the planner takes --port",
         )
         yield _latency("between nodes", cluster.latency, cluster)
-        yield _slowest(probe, cluster)
+    rates = _node_rates(probe, cluster)
+    if cluster.nodes > 1:
+        yield _slowest(rates)
     # Simulated devices share cores, not links.
     is_bound = not is_cpu or cluster.nodes >= _MOST_NODES
-    yield from _axes(mesh, probe, order, cluster, devices_per_node, is_bound=is_bound)
+    place = {device: i for i, device in enumerate(ordered)}
+    places = np.array([place[x] for x in mesh.devices.flat]).reshape(mesh.devices.shape)
+    yield from _axes(mesh.axis_names, places, probe, cluster, rates, is_bound=is_bound)
 
 
 def _latency(where: str, seconds: float, cluster: Cluster) -> Check:
@@ -73,54 +78,59 @@ def _latency(where: str, seconds: float, cluster: Cluster) -> Check:
     )
 
 
-def _probe(devices: Sequence[Any], devices_per_node: int | None) -> tuple[Probe, np.ndarray]:
-    """A probe of the devices, node after node, and the place of each of them there."""
-    numbers = nodes_of(devices, devices_per_node)
-    order = np.argsort(numbers, kind="stable")
-    place = np.empty(len(devices), int)
-    place[order] = np.arange(len(devices))
-    return Probe([devices[i] for i in order]), place
-
-
-def _slowest(probe: Probe, cluster: Cluster) -> Check:
-    """The slowest port beside the median: that of a node is at least as fast as its faster pair."""
+def _node_rates(probe: Probe, cluster: Cluster) -> np.ndarray:
+    """Bytes/s of all ports of each node: of its faster pair, with the node before it or after it,
+    when all devices send at once."""
     nodes, size = cluster.nodes, cluster.gpus_per_node
-    pairs = [probe.speed([(i * size, (i + 1) % nodes * size)]).rate for i in range(nodes)]
-    rates = [max(pairs[i - 1], pairs[i]) for i in range(nodes)]
-    slowest = int(np.argmin(rates))
-    median = statistics.median(rates)
+    if nodes == 1:
+        return np.full(1, np.inf)
+    pairs = []
+    for node in range(nodes):
+        there = (node + 1) % nodes
+        ways = [(node * size + i, there * size + i) for i in range(size)]
+        pairs.append(size * probe.speed(ways).rate)
+    return np.maximum(pairs, np.roll(pairs, 1))
+
+
+def _slowest(rates: np.ndarray) -> Check:
+    slowest, median = int(np.argmin(rates)), float(np.median(rates))
     return Check(
         name="links: slowest port",
-        value=rates[slowest] / median,
-        least=_OF_OTHERS if nodes >= _MOST_NODES else None,
-        note=f"that of node {slowest}, {rates[slowest] / 1e9:.3g} GB/s, over the median of "
-        f"{nodes} nodes, {median / 1e9:.3g} GB/s",
+        value=float(rates[slowest]) / median,
+        least=_OF_OTHERS if len(rates) >= _MOST_NODES else None,
+        note=f"that of node {slowest}, {rates[slowest] / 1e9:.3g} GB/s with all its devices, over "
+        f"the median of {len(rates)} nodes, {median / 1e9:.3g} GB/s",
     )
 
 
 def _axes(
-    mesh: Any,
+    names: Sequence[str],
+    places: np.ndarray,
     probe: Probe,
-    place: np.ndarray,
     cluster: Cluster,
-    devices_per_node: int | None,
+    rates: np.ndarray,
     *,
     is_bound: bool,
 ) -> Iterator[Check]:
-    """A message to the next device along each axis, beside what the links on its way can carry."""
-    nodes, places = mesh_nodes(mesh, devices_per_node), place.reshape(mesh.devices.shape)
-    for dim, name in enumerate(mesh.axis_names):
-        if mesh.shape[name] == 1:
+    """A message to the next device along each axis, beside what the links on its way can carry.
+
+    `places` holds the place of each device of the mesh, counted node by node.
+    """
+    ports, per_port = cluster.nodes * cluster.ports, cluster.gpus_per_node // cluster.ports
+    each = np.repeat(rates / cluster.ports, cluster.ports)
+    nodes = places // cluster.gpus_per_node
+    for dim, name in enumerate(names):
+        if places.shape[dim] == 1:
             continue
         there = np.roll(places, -1, axis=dim)
         pairs: Pairs = list(zip(places.ravel().tolist(), there.ravel().tolist(), strict=True))
-        goals = np.roll(nodes, -1, axis=dim)
-        leaves = nodes != goals
+        leaves = nodes != np.roll(nodes, -1, axis=dim)
         expected = cluster.gpu.inside_rate if (~leaves).any() else np.inf
         if leaves.any():
-            ways = [np.bincount(x[leaves], minlength=cluster.nodes) for x in (nodes, goals)]
-            busiest = np.max(sum(ways) if cluster.half_duplex else np.maximum(*ways))
-            expected = min(expected, cluster.ports * cluster.port_rate / busiest)
+            ends = (x[leaves] // per_port for x in (places, there))
+            ways = np.stack([np.bincount(x, minlength=ports) for x in ends])
+            busy = ways.sum(0) if cluster.half_duplex else ways.max(0)
+            expected = min(expected, np.min(each[busy > 0] / busy[busy > 0]))
         across = f"{leaves.sum()} of {leaves.size} messages leave their node"
         rate = probe.speed(pairs).rate
         yield Check(

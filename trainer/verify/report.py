@@ -37,14 +37,12 @@ class Check:
         bounds = [f"at most {_shown(self.most)}"] if self.most is not None else []
         bounds += [f"at least {_shown(self.least)}"] if self.least is not None else []
         verdict = ("ok" if self.ok else "WRONG") if bounds else "-"
-        value = f"{_shown(self.value)}{self.unit and ' ' + self.unit}"
+        value = f"{_shown(self.value, digits=3)} {self.unit}" if self.unit else _shown(self.value)
         return f"{verdict:<7}{self.name:<38}{value:<13}{', '.join(bounds):<18}{self.note}".rstrip()
 
 
-def _shown(x: float | None) -> str:
-    if x is None:
-        return ""
-    return f"{x:,.0f}" if float(x).is_integer() and abs(x) < 1e6 else f"{x:.2g}"
+def _shown(x: float, digits: int = 2) -> str:
+    return f"{x:,.0f}" if float(x).is_integer() and abs(x) < 1e6 else f"{x:.{digits}g}"
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from startrail_jax.devices.nodes import mesh_devices
 from trainer.config import TrainConfig
 from trainer.durable import replace_text
 from trainer.parallel.step import Program
@@ -67,7 +68,7 @@ def _checks(config: Any, program: Program) -> Iterator[Check]:
     yield from checks.gradients(cut)
     yield from checks.steps(cut, config.run_dir / _FOLDER)
     mesh: Any = program.attention.mesh
-    devices = mesh.devices.ravel().tolist()
+    devices = mesh_devices(mesh)
     cluster = Planner(config, TASKS[config.kind]).measure(devices)
     yield from links(mesh, cluster, config.mesh.devices_per_node)
     # The run itself, or what simulated devices compute of it in seconds.

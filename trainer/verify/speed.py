@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 import startrail_jax as st
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import Degrees
+from startrail_jax.devices.nodes import mesh_devices
 from startrail_jax.errors import UserError
 from startrail_jax.rings.work import visible_pairs
 from trainer.config import MeshConfig
@@ -93,9 +94,8 @@ def _seconds(
     mesh: Any = program.attention.mesh
     own = program
     if degrees != program.attention.degrees:
-        devices = mesh.devices.ravel().tolist()
         flags = MeshConfig(devices_per_node=config.mesh.devices_per_node)
-        mesh, _ = place(degrees, order, devices, flags, config.attention_call)
+        mesh, _ = place(degrees, order, mesh_devices(mesh), flags, config.attention_call)
     if degrees != program.attention.degrees or config is not program.config:
         inner = config.attention.inner if degrees.ring % config.attention.inner == 0 else 1
         attention = dataclasses.replace(config.attention, inner=inner)
