@@ -5,8 +5,7 @@
 Each row has two predictions for the same model, GPUs, lengths, degrees, ZeRO and recomputation:
 this program's, as the planner makes them, and the published program's, with the rates of its own
 kernels and what it keeps. Nothing is fitted to a row: a rate comes from a source that does not
-contain it. So the planner's `sustained`, which is fitted to TRL's steps, counts in the first
-prediction alone.
+contain it.
 A number is within 15 % if the second prediction over what was published is 0.85 to 1.15.
 
 Model FLOPs of a token, as NeMo counted them in 2024 for its TFLOP/s, with N weights in matrix
@@ -85,7 +84,6 @@ class Kernels:
         return replace(
             gpu,
             attention=self.attention or gpu.attention,
-            sustained=1.0,
             matrix_efficiency=self.products * gpu.matrix_efficiency,
         )
 

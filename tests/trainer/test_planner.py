@@ -347,7 +347,7 @@ def test_moments_on_the_host_cost_their_way_and_no_memory():
     assert all(words in found for words in (", moments on the host", " --offload-optimizer"))
 
 
-@pytest.mark.parametrize("model", ["gpt_7b", "wan_14b", "qwen3_5_9b", "gpt_oss_20b"])
+@pytest.mark.parametrize("model", ["gpt_7b", "wan_14b", "qwen3_5_9b", "gpt_oss_20b_128k"])
 def test_command_is_that_of_the_winner_where_memory_allows(model):
     """Else that of the least memory among those that are nearly as fast, and a line says so."""
     typed = dict(**H100_NODES, model=model, seq_len=MODELS[model].seq_len or "512K")
@@ -603,8 +603,10 @@ def qwen3(size):
     ],
 )
 def test_steps_of_long_sequences_take_what_others_measured(size, tokens, nodes, seconds):
-    """TRL's table: Qwen3 on nodes of eight H100; of 364 to 380 s, the middle."""
-    found = plan(**H100_NODES | {"nodes": nodes}, model=qwen3(size), seq_len=tokens, top=1)
+    """TRL's table: Qwen3 on nodes of eight H100; of 364 to 380 s, the middle. Layers are recomputed
+    as a whole, attention too (accelerate#4172)."""
+    asked = H100_NODES | {"nodes": nodes, "options": Search(remat=("full",))}
+    found = plan(**asked, model=qwen3(size), seq_len=tokens, top=1)
     assert found.winner.seconds == pytest.approx(seconds, rel=0.1)
 
 
@@ -812,7 +814,7 @@ def test_find_gpu_has_measured_curves():
     assert find_gpu("H100") is find_gpu("h100")
     gpu = find_gpu("h100")
     long = gpu.attention_efficiency(2**20, 128, backward=False)
-    assert long * gpu.peak_flops == pytest.approx(0.8 * 595e12)
+    assert long * gpu.peak_flops == pytest.approx(595e12)
     assert gpu.attention_efficiency(256, 128, backward=True) < 0.2
 
 
@@ -919,5 +921,5 @@ def test_settings_that_predictions_do_not_tell_apart_are_marked():
     limit = 1.05 * found.winner.seconds
     for (_, mark, _), choice in zip(rows, found.ranked, strict=True):
         assert (mark == "=") == (choice.seconds <= limit)
-    assert " =    48" in str(found)
+    assert " =    43" in str(found)
     assert isinstance(found.winner.degrees, st.Degrees)

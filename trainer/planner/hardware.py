@@ -12,10 +12,9 @@ References:
       is what nvidia-smi shows.
     * [5] NCCL, src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s for a link of NVLink 3, 4 and 5.
     * [6] NCCL, src/graph/tuning.cc: latencies of its ring algorithm with the protocol Simple.
-    * [7] TRL's table of long sequences: Qwen3-8B, bfloat16, 8 to 32 H100. Its seconds of a step are
-      those of [1] over 0.75 to 0.80, whatever model and length: benchmarks of [1] run for
-      milliseconds, in which the clock stays at the 1.83 GHz for which the peak is stated, and steps
-      of minutes run at what 700 W allow. `sustained` is the one number that is fitted to it.
+
+Steps of minutes reach the rates of [1] too: those of TRL, which recompute attention, took 1.00 to
+1.07 times as long as predicted (`benchmarks/published.py`).
 """
 
 from __future__ import annotations
@@ -71,9 +70,6 @@ class Gpu:
     """Bytes/s to the memory of the host, each way: 80 % of PCI Express, of generation 4 or 5."""
     attention: Mapping[int, Curve]
     """head_dim -> rates of attention kernels: [1], [2], [3]."""
-    sustained: float = 1.0
-    """Share of these rates that remains when kernels run for minutes: [7] for Hopper. It is not
-    known for others, and 1 if `attention` was measured on the devices."""
     matrix_efficiency: float = 0.7
     """Share of the peak in the matrix products of projections and MLP, with the kernels between
     them. An assumption: large products alone reach 0.7 to 0.8; norms and activations take the
@@ -95,7 +91,7 @@ class Gpu:
         tokens = np.asarray(tokens, float)
         found = np.interp(np.log(np.maximum(tokens, 1.0)), np.log(lengths), shares)
         # A call of fewer tokens than were measured fills fewer of the GPU's processors.
-        return np.asarray(found * np.minimum(tokens / lengths[0], 1.0)) * self.sustained
+        return np.asarray(found * np.minimum(tokens / lengths[0], 1.0))
 
 
 def _gpu(
@@ -117,7 +113,6 @@ _HOPPER: dict[str, Any] = dict(
     nvlink=18 * 20.6e9,
     pcie=64,
     attention=_curves(595e12 / _H100, 516e12 / _H100),
-    sustained=0.8,
 )
 _B200 = _curves(1535e12 / 2.25e15, 1360e12 / 2.25e15)
 _KNOWN = (
