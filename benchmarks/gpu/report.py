@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 import startrail_jax as st
+from startrail_jax.xla.compiler import quick_options
 
 SAMPLE_SECONDS, MOST_CALLS = 0.03, 200
 """Least duration of a sample. A shorter program is called several times in a row, so that Python
@@ -36,8 +37,7 @@ class Report:
     @property
     def options(self) -> dict[str, Any]:
         """Compiler options of our programs; in a trial, options that compile fast."""
-        quick = {"xla_backend_optimization_level": 0}
-        return quick if self.tiny else dict(st.compiler_options(self.mesh))
+        return quick_options() if self.tiny else st.compiler_options(self.mesh)
 
 
 class Program:

@@ -54,3 +54,12 @@ def offload_options(*, device_bytes: int, host_bytes: int) -> dict[str, int]:
     """
     factor = math.ceil(_LIMIT * (1 + host_bytes / device_bytes))
     return {"xla_gpu_memory_limit_slop_factor": factor}
+
+
+def quick_options() -> dict[str, bool | int]:
+    """Options for a program on CPUs that runs once: its kernels need not be fast."""
+    options: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
+    if jax.__version_info__ < (0, 11):
+        # Later releases have only the new emitters, which take twice as long to compile.
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options

@@ -25,6 +25,7 @@ from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.halo import wide
 from startrail_jax.linear.testing import recurrence
 from startrail_jax.testing import dense_attention
+from startrail_jax.xla.compiler import quick_options
 from trainer.objective import Objective
 from trainer.parallel.partition import path_name, split_frozen
 from trainer.verify.results import Results
@@ -65,8 +66,8 @@ def float64_results(
             run = in_float64(program)
             of_weights = jax.value_and_grad(lambda flat: run(*flat)[0])
             wide_weights = [jnp.asarray(np.asarray(x), jnp.float64) for x in flat]
-            options = {"xla_backend_optimization_level": 0}
-            loss, gradients = jax.jit(of_weights, compiler_options=options)(wide_weights)
+            run_once = jax.jit(of_weights, compiler_options=quick_options())
+            loss, gradients = run_once(wide_weights)
             trained, _ = split_frozen(jax.tree.unflatten(tree, list(gradients)), frozen)
             leaves = jax.tree_util.tree_leaves_with_path(trained)
             named = {path_name(path): np.asarray(x) for path, x in leaves}

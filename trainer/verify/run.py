@@ -72,5 +72,6 @@ def _checks(config: Any, program: Program) -> Iterator[Check]:
     cluster = Planner(config, TASKS[config.kind]).measure(devices)
     yield from links(mesh, cluster, config.mesh.devices_per_node)
     # The run itself, or what simulated devices compute of it in seconds.
-    timed = part.config if devices[0].platform == "cpu" else config
-    yield from speed(timed, program, cluster)
+    is_cpu = devices[0].platform == "cpu"
+    timed, cut = (part.config, part.cut) if is_cpu else (config, ())
+    yield from speed(timed, program, cluster, cut)

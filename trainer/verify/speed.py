@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,19 +33,23 @@ from trainer.verify.report import Check
 _STEPS = 3
 
 
-def speed(config: Any, program: Program, cluster: Cluster) -> Iterator[Check]:
+def speed(
+    config: Any, program: Program, cluster: Cluster, cut: Sequence[str] = ()
+) -> Iterator[Check]:
     """Seconds of a step of a config on three meshes: its own, Ring Attention, and the plan's.
 
     Args:
         config: a config that fits the devices: that of the run, or a part of it.
         program: that of the run.
         cluster: what `measure_cluster` has measured.
+        cut: to what the config is cut, if it is not that of the run.
     """
     own = program.attention.degrees
     for name, degrees, order in _schemes(config, own, cluster):
         seconds = _seconds(config, program, degrees, order)
         planned = _planned(config, cluster, degrees)
         note = ", ".join(f"{x} {n}" for x, n in vars(degrees).items() if n > 1) or "one device"
+        note += f"; cut to {', '.join(cut)}" if cut else ""
         if planned is not None:
             parts = config.gradient_accumulation
             predicted, waits = parts * planned.seconds, parts * planned.exposed_seconds

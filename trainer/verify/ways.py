@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import startrail_jax as st
+from startrail_jax.xla.compiler import quick_options
 from trainer.config import TrainConfig
 from trainer.data.batches import local_rows, place
 from trainer.data.dataset import Dataset
@@ -81,10 +82,10 @@ def results(program: Program, weights: Any, batch: Any) -> Results:
 
 
 def quick(program: Program) -> dict[str, Any]:
-    """Options of the compiler: a CPU's kernels need not be fast, which halves its time."""
+    """Options of the compiler for a program that runs once."""
     mesh: Any = program.attention.mesh
-    gpus = st.compiler_options(mesh)
-    return gpus or {"xla_backend_optimization_level": 0}
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return quick_options() if is_cpu else st.compiler_options(mesh)
 
 
 def first_weights(program: Program) -> Any:
