@@ -346,7 +346,7 @@ def verifying(data, run_dir):
 def test_processes_verify_a_run_together(tmp_path):
     flags = verifying(failures.write_data(tmp_path), tmp_path / "run")
     with failures.Processes(2, flags, folder=tmp_path) as processes:
-        processes.end()
+        processes.end(seconds=5 * failures.HANGS_AFTER_SECONDS)  # Some 40 programs are compiled.
         assert "nothing is wrong" in processes.output(0)
     found = json.loads((tmp_path / "run" / "verify.json").read_text())
     assert found["ok"]

@@ -1,12 +1,14 @@
 """`--verify` names a slow port and an axis on the wrong network: on links that are computed."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
 import pytest
 
 import startrail_jax as st
+from programs import REPOSITORY
 from startrail_jax.devices.nodes import mesh_devices
 from trainer.planner.hardware import GPUS, Cluster
 from trainer.planner.here import LinkSpeed
@@ -114,3 +116,13 @@ def test_devices_of_a_mesh_come_node_by_node():
     )
     assert mesh.devices.ravel().tolist() != devices
     assert mesh_devices(mesh) == devices
+
+
+def test_page_shows_the_lines_of_a_slow_port(monkeypatch):
+    page = (REPOSITORY / "docs" / "verify.md").read_text().partition("## Slow ports")[2]
+    shown = re.findall(r"^(ok|-|WRONG) +(links: .*?)  ", page, re.M)
+    network = Network(size=4, half_duplex=True, slow={2: 0.5})
+    checks = found(monkeypatch, network, STARTRAIL, "rings_inside")
+    lines = (re.match(r"(ok|-|WRONG) +(.*?)  ", str(check)) for check in checks.values())
+    names = {name for _, name in shown}
+    assert [line.groups() for line in lines if line and line[2] in names] == shown
