@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from startrail_jax.linear.attention import LinearAttention
     from startrail_jax.tokens.documents import parts
     from startrail_jax.tokens.layout import Layout
+    from startrail_jax.tokens.trees import branch_positions
     from startrail_jax.traffic.cost import communication
     from startrail_jax.xla.compiler import compiler_options
 
@@ -37,6 +38,7 @@ __all__ = [
     "Layout",
     "LinearAttention",
     "TokenLogprobs",
+    "branch_positions",
     "communication",
     "compiler_options",
     "make_mesh",
@@ -55,6 +57,7 @@ _MODULES = {
     "Layout": "tokens.layout",
     "LinearAttention": "linear.attention",
     "TokenLogprobs": "calls.logprobs",
+    "branch_positions": "tokens.trees",
     "communication": "traffic.cost",
     "compiler_options": "xla.compiler",
     "make_mesh": "device_mesh",

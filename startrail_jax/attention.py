@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
@@ -29,6 +30,7 @@ from startrail_jax.calls.explain import Explanation, explain_call
 from startrail_jax.calls.on_devices import attend, attend_whole
 from startrail_jax.calls.score_checks import given_to_call, given_to_shards
 from startrail_jax.calls.sharding import Sharded
+from startrail_jax.calls.trees import check_trees, int32_ends
 from startrail_jax.calls.validation import (
     check_causal,
     check_shards,
@@ -47,7 +49,7 @@ from startrail_jax.rings.options import (
     GradientDtype,
 )
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from startrail_jax.rings.schedule import Schedule, ring_offsets
+from startrail_jax.rings.schedule import Schedule, for_trees, ring_offsets
 from startrail_jax.rings.score_units import ScoreInputs
 from startrail_jax.rings.sizes import Sizes, dtype_name
 
@@ -197,6 +199,7 @@ class Attention(Sharded):
         capability: tuple[int, int] | None = None,
         devices_per_node: int | None = None,
         scores: tuple[str, ...] = (),
+        trees: bool = False,
     ) -> Explanation:
         """Says which backend runs for inputs of these sizes, and why, without running anything.
 
@@ -219,6 +222,7 @@ class Attention(Sharded):
             devices_per_node: number of devices in a node, in the order of `jax.devices()`; None to
                 read it from the devices.
             scores: the score inputs that calls pass, among "slopes", "bias" and "dropout".
+            trees: whether calls pass `visible_until`.
 
         Raises:
             ValueError: if sizes do not fit the mesh, or if the platform is unknown.
@@ -234,11 +238,15 @@ class Attention(Sharded):
             head_dim=head_dim,
             value_head_dim=head_dim if value_head_dim is None else value_head_dim,
             dtype=dtype_name(dtype),
-            packed=packed,
+            packed=packed or trees,
         )
+        if trees:
+            check_trees(self.resolved_mask, segment_ids=None, slopes=None)
+            id_arrays = for_trees(self.schedule).id_arrays
+            sizes = dataclasses.replace(sizes, id_arrays=id_arrays)
         return explain_call(
             self,
-            self.schedule,
+            for_trees(self.schedule) if trees else self.schedule,
             sizes,
             platform=platform,
             capability=capability,
@@ -255,6 +263,7 @@ class Attention(Sharded):
         mask: ArrayLike | None = None,
         *,
         segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
+        visible_until: ArrayLike | None = None,
         slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
         prefix_lengths: ArrayLike | None = None,
@@ -285,6 +294,14 @@ class Attention(Sharded):
             segment_ids: integers [batch, seq] sharded as `sequence_spec`, or a pair of such arrays
                 for queries and keys, where None stands for zeros. Tokens with equal ids see each
                 other. Negative ids are padding, whose outputs and gradients are 0.
+            visible_until: integers [batch, seq] sharded as `sequence_spec`, for rows that hold
+                trees of texts with shared beginnings, each beginning once. A token sees those
+                before it that it continues: key k is visible to the queries at places k to
+                visible_until[k] - 1 of the row, counted in natural order in every layout. Rows are
+                written depth first, so that all that continues a token follows it, and its number
+                is the place after the last of that. A packed document is a tree without branches.
+                Negative numbers are padding. In place of `segment_ids`, in a causal attention.
+                Numbers on the host are checked.
             bias: floats [1 or batch, 1 or heads, seq, kv_seq] to add to the scaled and capped
                 logits, sharded as `bias_spec`: queries and keys in the order of `layout`, each
                 device with the rows of its queries; see `shard_bias`. It may be learned. Over all
@@ -349,6 +366,10 @@ class Attention(Sharded):
             softcap=softcap,
             padding_id=padding_id,
         )
+        if visible_until is not None:
+            check_trees(self.resolved_mask, segment_ids=segment_ids, slopes=slopes)
+            segment_ids = int32_ends(self, visible_until, np.shape(query)[:2])
+            options["padding_id"] = None
         attention = dataclasses.replace(self, **options) if options else self
         inputs, specs = served_call(
             attention,
@@ -372,7 +393,8 @@ class Attention(Sharded):
             broadcast_dropout=broadcast_dropout,
             deterministic=deterministic,
         )
-        out, lse = attention._whole(specs, given_specs, given, *inputs)
+        trees = visible_until is not None
+        out, lse = attention._whole(specs, given_specs, given, *inputs, trees=trees)
         return (out, lse) if return_lse else out
 
     def local(
@@ -382,6 +404,8 @@ class Attention(Sharded):
         value: Array,
         query_segments: Array | None = None,
         key_segments: Array | None = None,
+        *,
+        visible_until: Array | None = None,
         **given: Any,
     ) -> tuple[Array, Array]:
         """Computes one device's part of a call, inside a fully manual `shard_map` of the caller.
@@ -392,6 +416,7 @@ class Attention(Sharded):
                 its query heads need.
             query_segments, key_segments: int32 segment ids [b, t] and [b, s] of the same tokens;
                 both or neither.
+            visible_until: int32 [b, t] of the same tokens, as in a call; it is not checked.
             **given: as in a call: slopes and sinks [n] of this device's heads, a `bias` [1 or b, 1
                 or n, t, kv_seq], `prefix_lengths` [b] and the arguments of dropout. All devices
                 that share a sequence need the same dropout key; with check_vma=False this is not
@@ -404,6 +429,11 @@ class Attention(Sharded):
         Raises:
             ValueError: if shapes or dtypes do not fit each other or the mesh.
         """
+        trees = visible_until is not None
+        if trees:
+            slopes = given.get("slopes")
+            check_trees(self.resolved_mask, segment_ids=query_segments, slopes=slopes)
+            query_segments = key_segments = visible_until
         check_shards(
             query,
             key,
@@ -417,9 +447,10 @@ class Attention(Sharded):
         whole = given_to_shards(self.schedule, query, key, **given)
         kv_heads = key.shape[2] * self.degrees.tensor
         shared = query_segments is key_segments
-        query_segments, key_segments = self.mark_padding((query_segments, key_segments))
+        if not trees:
+            query_segments, key_segments = self.mark_padding((query_segments, key_segments))
         ids = query_segments, query_segments if shared else key_segments
-        return self._on_device(whole, query, key, value, *ids, kv_heads=kv_heads)
+        return self._on_device(whole, query, key, value, *ids, kv_heads=kv_heads, trees=trees)
 
     # `startrail_jax.testing` replaces these two by dense attention.
 
@@ -429,11 +460,16 @@ class Attention(Sharded):
         given_specs: ScoreInputs,
         given: ScoreInputs,
         *inputs: Array,
+        trees: bool,
     ) -> tuple[Array, Array]:
-        return attend_whole(self, self.schedule, specs, given_specs, given, *inputs)
+        schedule = for_trees(self.schedule) if trees else self.schedule
+        return attend_whole(self, schedule, specs, given_specs, given, *inputs)
 
-    def _on_device(self, given: ScoreInputs, *shards: Any, kv_heads: int) -> tuple[Array, Array]:
-        return attend(self, self.schedule, given, *shards, kv_heads=kv_heads)
+    def _on_device(
+        self, given: ScoreInputs, *shards: Any, kv_heads: int, trees: bool
+    ) -> tuple[Array, Array]:
+        schedule = for_trees(self.schedule) if trees else self.schedule
+        return attend(self, schedule, given, *shards, kv_heads=kv_heads)
 
     def decode(
         self,

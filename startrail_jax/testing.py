@@ -37,6 +37,7 @@ from startrail_jax.blocks.shapes import EMPTY
 from startrail_jax.errors import BalanceWarning, InputError, UnsupportedError
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.testing import STATES, StateProblem, in_natural_order
+from startrail_jax.masks.algebra import causal_window
 
 # The largest error that is allowed in float32, relative to the largest absolute value of a result.
 # It holds for lse in every dtype, as lse is always float32. A rounding is at most 6e-8 of a value,
@@ -107,6 +108,7 @@ def assert_exact(
     batch: int | None = None,
     dtype: DTypeLike = "float32",
     segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    visible_until: ArrayLike | None = None,
     packed: bool = False,
     attention_fn: Callable[..., Any] | None = None,
     tolerance: float | None = None,
@@ -136,6 +138,8 @@ def assert_exact(
             rows per data shard.
         dtype: of queries, keys and values: float32, bfloat16 or float16.
         segment_ids: as `Attention` takes them, but with tokens in natural order.
+        visible_until: as `Attention` takes it, but with tokens in natural order. It goes to
+            `attention_fn` in place of segment ids.
         packed: whether to draw segment ids at random: four documents in each row, and padding.
         attention_fn: the function to test, where it is not `attention` itself but, for instance, a
             `shard_map` of your own around `attention.local`. It is called as
@@ -167,6 +171,7 @@ def assert_exact(
         batch=batch,
         dtype=dtype,
         segment_ids=segment_ids,
+        visible_until=visible_until,
         packed=packed,
         tolerance=tolerance,
         seed=seed,
@@ -313,6 +318,8 @@ class _Inputs:
     dout: Any
     dlse: Any
     segment_ids: tuple[Any, Any] | None
+    trees: bool = False
+    """Whether the ids are `visible_until`."""
 
 
 def _segment_pair(
@@ -448,6 +455,7 @@ def draw_trial(
     batch: int | None = None,
     dtype: DTypeLike = "float32",
     segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    visible_until: ArrayLike | None = None,
     packed: bool = False,
     tolerance: float | None = None,
     seed: int = 0,
@@ -466,7 +474,13 @@ def draw_trial(
             "packed=True draws segment ids, so segment_ids must be None; got both. "
             "Leave one of them out."
         )
-    ids = _segment_pair(segment_ids, (seq_len, kv_seq_len))
+    trees = visible_until is not None
+    if trees and (packed or segment_ids is not None or isinstance(attention, LinearAttention)):
+        raise ValueError(
+            "visible_until takes the place of segment_ids and packed, in an Attention; got one of "
+            "these too, or a LinearAttention. Leave visible_until out."
+        )
+    ids = _segment_pair(visible_until if trees else segment_ids, (seq_len, kv_seq_len))
     rng = np.random.default_rng(seed)
     rows = batch
     if rows is None:
@@ -502,6 +516,7 @@ def draw_trial(
             dtype=dtype,
             packed=packed or ids is not None,
             kv_seq_len=kv_seq_len,
+            trees=trees,
         )
     _check_size(rows, heads, seq_len, kv_seq_len, data=attention.degrees.data)
     if packed:
@@ -514,6 +529,7 @@ def draw_trial(
         dtype=dtype,
         segment_ids=ids,
     )
+    inputs = dataclasses.replace(inputs, trees=trees)
     return _DenseTrial.of(attention, inputs, tolerance)
 
 
@@ -545,9 +561,12 @@ class _DenseTrial(Trial):
     ) -> dict[str, jax.Array]:
         """Results of one compiled program, by name: out, lse, dq, dk, dv."""
 
+        trees = self.inputs.trees
+
         @functools.partial(jax.jit, compiler_options=compiler_options)
         def program(arrays: tuple[Any, ...], ids: Any, cotangents: Any) -> dict[str, Any]:
-            attend = functools.partial(function, segment_ids=ids, return_lse=True)
+            of_tokens = {"visible_until": ids[0]} if trees else {"segment_ids": ids}
+            attend = functools.partial(function, **of_tokens, return_lse=True)
             (out, lse), vjp = jax.vjp(attend, *arrays)
             dq, dk, dv = vjp(cotangents)
             return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
@@ -641,6 +660,7 @@ def _place(attention: Attention, inputs: _Inputs) -> _Inputs:
         dlse=put(inputs.dlse, attention.lse_spec, axis=2),
         segment_ids=ids and (put(ids[0], attention.sequence_spec),
                              put(ids[1], attention.sequence_spec)),
+        trees=inputs.trees,
     )  # fmt: skip
 
 
@@ -658,8 +678,17 @@ def _visible(attention: Attention, inputs: _Inputs) -> Bool[Any, "B T S"]:
     seen = np.asarray(attention.resolved_mask.visible(query[None], key[None, None]))
     seen = np.broadcast_to(seen, (batch, query_len, len(key)))
     if inputs.segment_ids is not None:
-        query_ids, key_ids = attention.mark_padding(inputs.segment_ids)
-        seen = seen & (query_ids[:, :, None] == key_ids[:, None, :]) & (query_ids[:, :, None] >= 0)
+        query_ids, key_ids = inputs.segment_ids
+        if inputs.trees:
+            alike = (key <= query)[None] & (query[None] < key_ids[:, None, :])
+            window = causal_window(attention.resolved_mask)
+            if window is not None:  # It counts the tokens that a query continues, and itself.
+                place = alike.sum(-1)
+                seen = place[:, :, None] - place[:, None, :] < window
+        else:
+            query_ids, key_ids = attention.mark_padding(inputs.segment_ids)
+            alike = query_ids[:, :, None] == key_ids[:, None, :]
+        seen = seen & alike & (query_ids[:, :, None] >= 0)
     return seen
 
 
@@ -753,6 +782,7 @@ class _Dense(Attention):
         given_specs: Any,
         given: Any,
         *inputs: jax.Array,
+        trees: bool,
     ) -> tuple[jax.Array, jax.Array]:
         if given.scores is not None and given.scores.dropout is not None:
             raise UnsupportedError(
@@ -763,10 +793,12 @@ class _Dense(Attention):
         _check_size(batch, heads, length, kv_length, data=1)
         self.calls.append(inputs[0].shape)
         whole = jax.tree.map(lambda x: self.placed(x, PartitionSpec()), (given, inputs))
-        out, lse = jax.checkpoint(self._dense)(*whole)
+        out, lse = jax.checkpoint(functools.partial(self._dense, trees))(*whole)
         return self.placed(out, specs[0]), self.placed(lse, self.lse_spec)
 
-    def _dense(self, given: Any, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def _dense(
+        self, trees: bool, given: Any, inputs: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
         """Output and log-sum-exp, as `_reference` writes them, of replicated arrays."""
         query, key, value, *of_tokens = inputs
         dtype = query.dtype
@@ -777,7 +809,15 @@ class _Dense(Attention):
                 jnp.where(own[..., None, None] >= 0, x, 0)
                 for own, x in zip((ids[0], ids[1], ids[1]), (query, key, value), strict=True)
             )
-        problem = _Inputs(query=query, key=key, value=value, dout=None, dlse=None, segment_ids=ids)
+        problem = _Inputs(
+            query=query,
+            key=key,
+            value=value,
+            dout=None,
+            dlse=None,
+            segment_ids=ids,
+            trees=trees,
+        )
         seen = jnp.asarray(_visible(self, problem))[:, None]
         slopes, bias = (getattr(given.scores, name, None) for name in ("slopes", "bias"))
 

@@ -85,6 +85,8 @@ def choose(backend: Backend, request: Request) -> Choice:
     for one in _several(backend):
         block = BACKENDS[one] if isinstance(one, str) else one
         refusal = block.refusal(request)
+        if refusal is None and request.trees and not _knows_trees(block):
+            refusal = "it has no attribute trees = True, so it may not know Visibility.trees"
         if refusal is None:
             return Choice(block, refusals)
         refusals[name_of(block)] = refusal
@@ -100,6 +102,10 @@ def choose(backend: Backend, request: Request) -> Choice:
 def _several(backend: Backend) -> Iterator[str | Block]:
     for one in backend if isinstance(backend, tuple) else (backend,):
         yield from PREFERENCE if one == "auto" else (one,)
+
+
+def _knows_trees(block: Block) -> bool:
+    return block in BACKENDS.values() or getattr(block, "trees", False)
 
 
 def select(backend: Backend, request: Request) -> Block:

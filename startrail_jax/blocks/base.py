@@ -41,6 +41,9 @@ class Request:
     """Cap of the logits; None for none."""
     scores: tuple[str, ...] = ()
     """Other score inputs of the call, among `scores.NAMES`."""
+    trees: bool = False
+    """True if ids are the ends of stretches: see `Visibility.trees`. A block of your own serves
+    them if it says so by an attribute `trees = True`."""
 
 
 class Pair(NamedTuple):

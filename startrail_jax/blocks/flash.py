@@ -55,6 +55,8 @@ class Flash:
         """See `base.Block.refusal`."""
         if (why := self.kernels.refusal(request)) is not None:
             return why
+        if request.trees:
+            return "its kernels serve no trees; got visible_until"
         full = isinstance(request.mask, Full)
         in_blocks = isinstance(request.mask, BlockCausal)
         if not (

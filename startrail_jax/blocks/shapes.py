@@ -20,8 +20,9 @@ OutShard = Float[Array, "b t n v"]
 # the scaled logits. It has this one layout everywhere.
 LseShard = Float32[Array, "b n t"]
 
-QuerySegments = Int32[Array, "b t"]
-KeySegments = Int32[Array, "b s"]
+# In trees with a window, a token has two numbers.
+QuerySegments = Int32[Array, "b t"] | Int32[Array, "b t 2"]
+KeySegments = Int32[Array, "b s"] | Int32[Array, "b s 2"]
 
 # The lse of a row that sees no key. It is not -inf: the difference of two such rows would be NaN.
 EMPTY = -1e30

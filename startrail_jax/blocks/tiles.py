@@ -85,8 +85,16 @@ def visible_tiles(visibility: Visibility, query: Tiling, key: Tiling) -> Bool[Ar
     if visibility.query_segments is not None and visibility.key_segments is not None:
         query_low, query_high = _segment_range(query.take(visibility.query_segments))
         key_low, key_high = _segment_range(key.take(visibility.key_segments))
-        meet = query_low[:, :, None] <= key_high[:, None]
-        meet &= key_low[:, None] <= query_high[:, :, None]
+        if visibility.trees:
+            query_low = visibility.query_positions[query.fresh][None]
+            meet = (query_low[:, :, None] < key_high[:, None]) & (query_high >= 0)[:, :, None]
+        else:
+            meet = query_low[:, :, None] <= key_high[:, None]
+            meet &= key_low[:, None] <= query_high[:, :, None]
+        if visibility.query_places is not None and visibility.key_places is not None:
+            first = query.take(visibility.query_places).min(-1)
+            last = key.take(visibility.key_places).max(-1)
+            meet &= visibility.is_near(first[:, :, None], last[:, None])
         visible &= meet.any(0)
     return visible
 
@@ -130,9 +138,18 @@ def tile_kinds(visibility: Visibility, query: Tiling, key: Tiling) -> dict[str, 
     always_full = visibility.full and not packed and whole.all()
     whole = visible & whole
     if visibility.query_segments is not None and visibility.key_segments is not None:
-        ids = _only_segment(query.take(visibility.query_segments))[:, :, None]
-        key_ids = _only_segment(key.take(visibility.key_segments))[:, None]
-        whole &= ((ids == key_ids) & (ids >= 0)).all(0)
+        ids, key_ids = query.take(visibility.query_segments), key.take(visibility.key_segments)
+        last = None
+        if visibility.trees:
+            ids, key_ids = ids.min(-1), key_ids.min(-1)
+            last = visibility.query_positions[query.starts + query.size - 1][None, :, None]
+        else:
+            ids, key_ids = _only_segment(ids), _only_segment(key_ids)
+        whole &= visibility.by_ids(ids[:, :, None], key_ids[:, None], last).all(0)
+    if visibility.query_places is not None and visibility.key_places is not None:
+        far = query.take(visibility.query_places).max(-1)
+        near = key.take(visibility.key_places).min(-1)
+        whole &= visibility.is_near(far[:, :, None], near[:, None]).all(0)
     kinds = {"full": whole} if visibility.full else _kinds_of_mask(visibility, query, key, whole)
     if not always_full:
         kinds["mixed"] = visible & ~functools.reduce(jnp.logical_or, kinds.values())
@@ -183,7 +200,14 @@ def visible_in_tiles(
     if visibility.query_segments is not None and visibility.key_segments is not None:
         ids = query.cut(visibility.query_segments, i, 1)[:, :, None]
         key_ids = key.cut(visibility.key_segments, j, 1)[:, None, :]
-        tests += [ids == key_ids, ids >= 0]
+        positions = None
+        if visibility.trees:
+            positions = query.cut(visibility.query_positions, i, 0)[None, :, None]
+        tests.append(visibility.by_ids(ids, key_ids, positions))
+    if visibility.query_places is not None and visibility.key_places is not None:
+        places = query.cut(visibility.query_places, i, 1)[:, :, None]
+        key_places = key.cut(visibility.key_places, j, 1)[:, None, :]
+        tests.append(visibility.is_near(places, key_places))
     if key.overlaps:
         tests.append(key.is_fresh(j)[None, None, :])
     if query.overlaps:

@@ -28,7 +28,8 @@ class Visibility:
     """Visibility of the keys of one unit to the queries of another.
 
     A query sees a key if the mask shows it at their positions and, where there are segment ids,
-    both have the same one and it is not negative.
+    both have the same one and it is not negative. In trees, ids are the ends of stretches instead:
+    the query also lies before the end of the key.
     """
 
     mask: Mask = _FULL
@@ -37,6 +38,13 @@ class Visibility:
     key_runs: Runs | None = None
     query_segments: Int32[Array, "b t"] | None = None
     key_segments: Int32[Array, "b s"] | None = None
+    trees: bool = False
+    """Whether ids say, for each key, the position from which on queries do not see it."""
+    near: int | None = None
+    """In trees, a window: queries see only keys fewer than so many places before them."""
+    query_places: Int32[Array, "b t"] | None = None
+    """With `near`, the place of each query in its branch, as `key_places` of the keys."""
+    key_places: Int32[Array, "b s"] | None = None
     offsets: tuple[int, ...] = ()
     """All possible distances, in tokens, from the start of `query_runs` to that of `key_runs`;
     `cases` needs them where the starts are traced."""
@@ -89,8 +97,28 @@ class Visibility:
             )
         if self.query_segments is not None and self.key_segments is not None:
             ids, others = self.query_segments[:, :, None], self.key_segments[:, None, :]
-            seen = seen & (ids == others) & (ids >= 0)
+            positions = self.query_positions[None, :, None] if self.trees else None
+            seen = seen & self.by_ids(ids, others, positions)
+        if self.query_places is not None and self.key_places is not None:
+            seen = seen & self.is_near(self.query_places[:, :, None], self.key_places[:, None, :])
         return seen
+
+    def is_near(
+        self, places: Int32[Array, "b t _"], key_places: Int32[Array, "b _ s"]
+    ) -> Bool[Array, "b t s"]:
+        """Whether keys at places of their branches are in the window of queries."""
+        assert self.near is not None
+        return places - key_places < self.near
+
+    def by_ids(
+        self,
+        ids: Int32[Array, "b t _"],
+        key_ids: Int32[Array, "b _ s"],
+        positions: Int32[Array, "_ t _"] | None,
+    ) -> Bool[Array, "b t s"]:
+        """Whether queries see keys by their ids alone; trees need the positions of the queries."""
+        same = ids == key_ids if positions is None else positions < key_ids
+        return same & (ids >= 0)
 
     def cases(self) -> Cases:
         """The sets of pieces of a mask that falls into them; segment ids are ignored."""

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -17,6 +18,7 @@ from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
 from startrail_jax.rings import collectives, score_units, vjp
 from startrail_jax.rings.balance import from_zigzag, in_zigzag, to_zigzag
+from startrail_jax.rings.branches import places_in_branches
 from startrail_jax.rings.choices import choose
 from startrail_jax.rings.schedule import Schedule
 from startrail_jax.rings.score_units import ScoreInputs
@@ -70,6 +72,10 @@ def attend(
     schedule, given = score_units.of_device(schedule, given, query, axes)
     schedule = _exchanging(attention, schedule, query, key, value, query_ids, kv_heads)
     ranks = flat_axis(axes, SEQUENCE_ROLES)
+    if schedule.near is not None:
+        assert query_ids is not None
+        places = places_in_branches(query_ids, schedule.layout, ranks)
+        query_ids = key_ids = jnp.stack([query_ids, places], -1)
     balances, shared = schedule.balance == "exchange", query_ids is key_ids
     if balances:
         schedule = in_zigzag(schedule)
@@ -101,7 +107,7 @@ def _exchanging(
 ) -> Schedule:
     """The schedule whose `exchange` and `balance` are chosen, for arrays of one device."""
     degrees, asked = attention.degrees, schedule.balance
-    here = Sizes.of(query, key, value, packed=segments is not None)
+    here = Sizes.of(query, key, value, packed=segments is not None, id_arrays=schedule.id_arrays)
     sizes = dataclasses.replace(
         here,
         batch=degrees.data,  # Both choices are the same for every batch, also a symbolic one.

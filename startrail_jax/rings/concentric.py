@@ -59,7 +59,7 @@ class Concentric:
     def of(cls, schedule: Schedule, kept: Any, *, gathered: bool = False) -> Concentric:
         """See `Transport.of`: `kept` are the shards of this device or, if gathered, its units."""
         q, k, v, segments, _ = kept
-        share = Sizes.of(q, k, v, packed=segments is not None)
+        share = Sizes.of(q, k, v, packed=segments is not None, id_arrays=schedule.id_arrays)
         if gathered:
             share = dataclasses.replace(
                 share,

@@ -18,8 +18,9 @@ from startrail_jax.blocks.base import Request
 from startrail_jax.blocks.pieces import Pieces, period, pieces_by_offset, pieces_by_runs
 from startrail_jax.blocks.visibility import Cases, Visibility
 from startrail_jax.devices.degrees import PLATFORMS, SEQUENCE_ROLES, Axis, Degrees
-from startrail_jax.errors import InputError
+from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.masks import Causal, Full, Mask
+from startrail_jax.masks.algebra import causal_window
 from startrail_jax.rings.options import Side
 from startrail_jax.rings.rounds import Rounds, ring_offsets
 from startrail_jax.rings.sizes import Sizes, traveller
@@ -39,6 +40,11 @@ class Schedule(Rounds):
     """Least CUDA compute capability of the devices, as `device_kind` gives it."""
     scores: tuple[str, ...] = ()
     """What calls give for the scores, of `scores.NAMES`. They speak of positions too."""
+    trees: bool = False
+    """Whether the ids of calls are the ends of stretches: see `Visibility.trees`."""
+    near: int | None = None
+    """With `trees`, the window, which counts tokens of a branch; ids then have places beside ends:
+    int32 [b, t, 2]. The mask has no window."""
 
     def on(self, platform: str | None, capability: tuple[int, int] | None) -> Schedule:
         """The same schedule on other devices; what is None stays as it is on the mesh."""
@@ -57,6 +63,11 @@ class Schedule(Rounds):
         """The same call with all sequence axes as one ring, and neither team, group nor head."""
         ring, none = Axis.joined(self.ring, self.group, self.team, self.head), Axis((), 1)
         return replace(self, ring=ring, group=none, team=none, head=none, inner=1, published=False)
+
+    @property
+    def id_arrays(self) -> int:
+        """Numbers of a token that has ids."""
+        return 1 if self.near is None else 2
 
     @property
     def ordered(self) -> bool:
@@ -82,6 +93,10 @@ class Schedule(Rounds):
         mask = self.mask.within(seq_len)
         if isinstance(mask, Full) and not self.scores:
             return Visibility(query_segments=query_segments, key_segments=key_segments)
+        query_places = key_places = None
+        if self.near is not None and query_segments is not None and key_segments is not None:
+            query_segments, query_places = query_segments[..., 0], query_segments[..., 1]
+            key_segments, key_places = key_segments[..., 0], key_segments[..., 1]
         p, g, a = device
         distance = queries_ahead + keys_behind
         # A loop, in which the distance is traced, never plays the first round.
@@ -98,6 +113,10 @@ class Schedule(Rounds):
             key_runs=keys,
             query_segments=query_segments,
             key_segments=key_segments,
+            query_places=query_places,
+            key_places=key_places,
+            near=self.near,
+            trees=self.trees,
             offsets=run_offsets(self, seq_len, known),
             by_runs=by_runs,
         )
@@ -119,6 +138,7 @@ class Schedule(Rounds):
             num_cases=num_cases,
             softcap=self.softcap,
             scores=self.scores,
+            trees=self.trees,
         )
 
     def travels(self, share: Sizes) -> Side:
@@ -136,6 +156,22 @@ class Schedule(Rounds):
     def unsort(self, x: Array, ranks: int, dim: int) -> Array:
         """The inverse of `sort`."""
         return self.layout.unsort_unit(x, ranks, dim) if self.ordered else x
+
+
+def check_mask_of_trees(mask: Mask) -> None:
+    """Raises a NotImplementedError unless rows of trees may have such a mask."""
+    if not isinstance(mask, Causal) and causal_window(mask) is None:
+        raise UnsupportedError(
+            "visible_until needs a causal attention, which may have a window; got an instance with "
+            f"mask={mask}. Build Attention(mesh, causal=True), or Attention(mesh, window=...)."
+        )
+
+
+def for_trees(schedule: Schedule) -> Schedule:
+    """The schedule of calls with rows of trees, in which no round is empty for sure."""
+    near = causal_window(schedule.mask)
+    mask = schedule.mask if near is None else Causal()
+    return replace(schedule, trees=True, near=near, mask=mask)
 
 
 def schedule_of(degrees: Degrees, mask: Mask, layout: Layout, **options: Any) -> Schedule:

@@ -44,9 +44,11 @@ class Sizes:
     """Name of the dtype of query, key and value: one of `WIDTHS`."""
     packed: bool
     """Whether each token has an int32 segment id."""
+    id_arrays: int = 1
+    """How many int32 numbers a token has then."""
 
     @classmethod
-    def of(cls, query: Any, key: Any, value: Any, *, packed: bool) -> Sizes:
+    def of(cls, query: Any, key: Any, value: Any, *, packed: bool, id_arrays: int = 1) -> Sizes:
         """The sizes of three arrays, or of anything else with `shape` and `dtype`."""
         return cls(
             batch=query.shape[0],
@@ -58,6 +60,7 @@ class Sizes:
             value_head_dim=value.shape[3],
             dtype=query.dtype.name,
             packed=packed,
+            id_arrays=id_arrays,
         )
 
     def check(self, degrees: Degrees, *, mask: Mask, layout: Layout | None = None) -> None:
@@ -137,12 +140,12 @@ class Sizes:
     @property
     def query_id_bytes(self) -> int:
         """Bytes of the segment ids of the queries; 0 if there are none."""
-        return self.batch * self.query_tokens * _INT32 * self.packed
+        return self.batch * self.query_tokens * _INT32 * self.packed * self.id_arrays
 
     @property
     def key_id_bytes(self) -> int:
         """Bytes of the segment ids of the keys; 0 if there are none."""
-        return self.batch * self.key_tokens * _INT32 * self.packed
+        return self.batch * self.key_tokens * _INT32 * self.packed * self.id_arrays
 
 
 def traveller(options: Options, share: Sizes, *, team: int, group: int) -> Side:

@@ -115,6 +115,15 @@ class Steps:
             ),
         ]
 
+    def places(self) -> list[Transfer]:
+        """Before all else, the ends of trees, where a window needs places in branches too: see
+        `rings.branches`."""
+        if self.share.id_arrays == 1:
+            return []
+        size = self._of_rank(self.share.query_id_bytes) // self.share.id_arrays
+        others = self.degrees.sequence - 1
+        return [_copies("places", "all_gather", SEQUENCE_ROLES, others, 0, size)]
+
     def balance(self, *, shared_ids: bool) -> list[Transfer]:
         """Before step 0, queries, keys and values to zigzag order: see `rings.balance`.
 
@@ -306,6 +315,7 @@ class Steps:
         """
         balances = self.options.balance == "exchange"
         forward = [
+            *self.places(),
             *(self.balance(shared_ids=shared_ids) if balances else ()),
             *self.exchange(id_arrays=1 if shared_ids else 2),
             *self.query_gather(),

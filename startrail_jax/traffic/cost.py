@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from startrail_jax.masks import Mask, resolve
 from startrail_jax.rings.choices import choose, passes_of
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.options import OPTIONS, Options, Side
-from startrail_jax.rings.schedule import schedule_of
+from startrail_jax.rings.schedule import check_mask_of_trees, for_trees, schedule_of
 from startrail_jax.rings.sizes import Sizes, dtype_name, traveller
 from startrail_jax.rings.transfers import Transfer
 from startrail_jax.tokens.layout import Layout
@@ -144,6 +144,7 @@ def communication(
     mask: Mask | None = None,
     layout: Layout | str | None = None,
     packed: bool = False,
+    trees: bool = False,
     key_len: int | None = None,
     value_head_dim: int | None = None,
     order: str | Sequence[str] | None = None,
@@ -180,6 +181,9 @@ def communication(
         layout: the placement of tokens, as for `Attention`; it decides which rounds a mask needs.
         packed: whether there are int32 segment ids: one array for queries and keys, or two arrays
             if `key_len` is given.
+        trees: whether calls pass `visible_until`, which takes the bytes of segment ids. A window
+            then sends what a causal mask does, as nobody knows before which branches it reaches,
+            and a second number for each token.
         key_len: key tokens of each sequence in cross-attention; None for `seq_len`.
         value_head_dim: channels of a value or output head; None for `head_dim`.
         order: order of the mesh axes over the nodes, as for `make_mesh`; None for the order with
@@ -214,14 +218,20 @@ def communication(
         head_dim=head_dim,
         value_head_dim=head_dim if value_head_dim is None else value_head_dim,
         dtype=dtype_name(dtype),
-        packed=packed,
+        packed=packed or trees,
     )
     shown = resolve(mask, causal=causal, default=True)
     placed = Layout.of(layout, degrees.sequence)
     sizes.check(degrees, mask=shown, layout=placed if mask is not None or layout else None)
     share = sizes.share(degrees)
     check_head_chunks(wished.head_chunks, share.kv_heads)
-    schedule, *_ = choose(schedule_of(degrees, shown, placed, **vars(wished)), degrees, sizes)
+    schedule = schedule_of(degrees, shown, placed, **vars(wished))
+    if trees:
+        check_mask_of_trees(shown)
+        schedule = for_trees(schedule)
+        sizes = replace(sizes, id_arrays=schedule.id_arrays)
+        share = sizes.share(degrees)
+    schedule, *_ = choose(schedule, degrees, sizes)
     passes = passes_of(schedule, degrees, sizes, shared_ids=key_len is None)
     order, grid = placed_on_nodes(degrees, order, devices_per_node, passes[-1])
     there, back, total = (_traffic(degrees, transfers, share, grid) for transfers in passes)

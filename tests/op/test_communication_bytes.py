@@ -50,6 +50,7 @@ class Setting:
     layout: str | None = None
     window: int | None = None
     packed: bool = False
+    trees: bool = False
     cross: bool = False
     batch: int = 1
     head_dim: int = 5
@@ -74,7 +75,16 @@ class Setting:
         return make_attention(self.degrees, "explicit", **options)
 
     def expected(self, **nodes):
-        names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "value_head_dim", "packed")
+        names = (
+            "batch",
+            "seq_len",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "value_head_dim",
+            "packed",
+            "trees",
+        )
         return st.communication(
             self.degrees,
             dtype="float32",
@@ -100,9 +110,11 @@ class Setting:
         dout = struct(query_spec, jnp.float32, self.seq_len, self.heads, self.value_head_dim)
         lengths = (self.seq_len, self.key_len) if self.cross else (self.seq_len,)
         ids = [struct(attention.sequence_spec, jnp.int32, length) for length in lengths]
-        return query, key, value, ids if self.packed else [], dout
+        return query, key, value, ids if self.packed or self.trees else [], dout
 
     def attend(self, query, key, value, ids):
+        if self.trees:
+            return self.attention(query, key, value, visible_until=ids[0])
         segment_ids = tuple(ids) if len(ids) == 2 else ids[0] if ids else None
         return self.attention(query, key, value, segment_ids=segment_ids)
 
@@ -253,7 +265,21 @@ BALANCED = {
 }
 """Tokens in contiguous order that are attended in zigzag order."""
 
-SETTINGS = SCHEMES | LARGE | MIXED | ONLY_SEEN | BALANCED
+TREES = {
+    "trees: StarTrail": Setting(degrees=D.startrail(8, c=2), trees=True, **GQA, **QUERY),
+    "trees: balanced": Setting(degrees=D(head=2, ring=4), trees=True, **GQA, **EXCHANGED),
+    "trees: window, ring": Setting(degrees=D(ring=8), window=5, trees=True, **KV),
+    "trees: window, all axes": Setting(
+        degrees=D(data=2, group=2, ring=2, team=2, head=2, tensor=2), window=5, **GQA, batch=2,
+        trees=True, exchange="auto",
+    ),
+    "trees: window, balanced": Setting(
+        degrees=D(ring=4, team=2), window=5, trees=True, **GQA, **EXCHANGED
+    ),
+}  # fmt: skip
+"""Rows of trees; with a window, each token has its place in its branch too."""
+
+SETTINGS = SCHEMES | LARGE | MIXED | ONLY_SEEN | BALANCED | TREES
 # The forward pass apart, once for every way in which it sends something.
 FORWARD = {
     name: SETTINGS[name]
@@ -269,6 +295,7 @@ FORWARD = {
         "seen: chunks, parts",
         "seen: two devices, copies",
         "balanced: data, tensor, copies",
+        "trees: window, all axes",
     )
 }
 

@@ -1,0 +1,45 @@
+"""Rows of trees: what a call requires of `visible_until`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from startrail_jax.calls.sharding import Sharded
+from startrail_jax.errors import InputError, UnsupportedError
+from startrail_jax.masks import Mask
+from startrail_jax.rings.schedule import check_mask_of_trees
+from startrail_jax.tokens.trees import check_ends
+
+
+def check_trees(mask: Mask, *, segment_ids: Any, slopes: Any) -> None:
+    """Raises unless an attention with this mask serves rows of trees."""
+    if segment_ids is not None:
+        raise InputError(
+            "visible_until takes the place of segment_ids, as the end of a document is a number "
+            "of it; got both. Leave segment_ids out, and mark padding by negative numbers."
+        )
+    check_mask_of_trees(mask)
+    if slopes is not None:
+        raise UnsupportedError(
+            "visible_until does not go with slopes, whose distances count the tokens of other "
+            "branches; got both. Leave one of them out."
+        )
+
+
+def int32_ends(attention: Sharded, visible_until: Any, shape: tuple[int, ...]) -> Any:
+    """`visible_until` of a call as int32, after all checks that its values allow where they are
+    known."""
+    on_host = not isinstance(visible_until, jax.Array)
+    ends = np.asarray(visible_until) if on_host else visible_until
+    if ends.shape != shape or not np.issubdtype(ends.dtype, np.integer):
+        raise InputError(
+            f"visible_until must be integers [batch, seq] = {list(shape)}; got {ends.dtype} "
+            f"{list(ends.shape)}. Give each token the place after the last one that continues it."
+        )
+    if not isinstance(ends, Tracer) and getattr(ends, "is_fully_addressable", True):
+        check_ends(attention.layout.unpermute(np.asarray(ends), 1))
+    return ends.astype(np.int32)
