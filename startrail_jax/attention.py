@@ -172,6 +172,9 @@ class Attention(Sharded):
             **{name: getattr(self, name) for name in OPTIONS},
         )
 
+    def _schedule_of(self, trees: bool) -> Schedule:
+        return for_trees(self.schedule) if trees else self.schedule
+
     def num_rounds(self, seq_len: int) -> int:
         """Number of ring rounds: the ring degree, or fewer if no device needs some of the rounds.
 
@@ -242,12 +245,11 @@ class Attention(Sharded):
         )
         if trees:
             check_trees(self.resolved_mask, segment_ids=None, slopes=None)
-            id_arrays = for_trees(self.schedule).id_arrays
-            sizes = dataclasses.replace(sizes, id_arrays=id_arrays)
+        schedule = self._schedule_of(trees)
         return explain_call(
             self,
-            for_trees(self.schedule) if trees else self.schedule,
-            sizes,
+            schedule,
+            dataclasses.replace(sizes, id_arrays=schedule.id_arrays),
             platform=platform,
             capability=capability,
             devices_per_node=devices_per_node,
@@ -432,7 +434,8 @@ class Attention(Sharded):
         trees = visible_until is not None
         if trees:
             slopes = given.get("slopes")
-            check_trees(self.resolved_mask, segment_ids=query_segments, slopes=slopes)
+            ids = key_segments if query_segments is None else query_segments
+            check_trees(self.resolved_mask, segment_ids=ids, slopes=slopes)
             query_segments = key_segments = visible_until
         check_shards(
             query,
@@ -462,14 +465,12 @@ class Attention(Sharded):
         *inputs: Array,
         trees: bool,
     ) -> tuple[Array, Array]:
-        schedule = for_trees(self.schedule) if trees else self.schedule
-        return attend_whole(self, schedule, specs, given_specs, given, *inputs)
+        return attend_whole(self, self._schedule_of(trees), specs, given_specs, given, *inputs)
 
     def _on_device(
         self, given: ScoreInputs, *shards: Any, kv_heads: int, trees: bool
     ) -> tuple[Array, Array]:
-        schedule = for_trees(self.schedule) if trees else self.schedule
-        return attend(self, schedule, given, *shards, kv_heads=kv_heads)
+        return attend(self, self._schedule_of(trees), given, *shards, kv_heads=kv_heads)
 
     def decode(
         self,

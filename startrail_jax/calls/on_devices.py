@@ -74,8 +74,12 @@ def attend(
     ranks = flat_axis(axes, SEQUENCE_ROLES)
     if schedule.near is not None:
         assert query_ids is not None
+        assert key_ids is not None
+        shared = query_ids is key_ids
         places = places_in_branches(query_ids, schedule.layout, ranks)
-        query_ids = key_ids = jnp.stack([query_ids, places], -1)
+        query_ids = jnp.stack([query_ids, places], -1)
+        # A mask of the call has hidden some keys.
+        key_ids = query_ids if shared else jnp.stack([key_ids, places], -1)
     balances, shared = schedule.balance == "exchange", query_ids is key_ids
     if balances:
         schedule = in_zigzag(schedule)

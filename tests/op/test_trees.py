@@ -195,6 +195,30 @@ def test_branches_are_rows_of_their_own():
         np.testing.assert_allclose(x, sums, atol=2e-6 * np.abs(sums).max())
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_masks_of_keys_hide_keys_of_trees(window):
+    """A hidden key is one whose logit is small, and it keeps its place in its branch."""
+    options = {"causal": True} if window is None else {"window": window}
+    attention = make_attention(SCHEMES["ring"], **options)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 64, 4, 16)).astype(np.float32) for _ in range(3))
+    until = ends(9, 2, 64)
+    hidden = (rng.random((2, 64)) < 0.3) & (st.branch_positions(until) > 0)
+    valid = attention.shard(~hidden)[:, None, None]
+    attend = functools.partial(attention, visible_until=attention.shard(until))
+    out = attention.unshard(attend(*attention.shard(q, k, v), mask=valid))
+    seen = np.arange(64) <= np.arange(64)[:, None]
+    seen = seen & (np.arange(64)[:, None] < until[:, None]) & (until >= 0)[:, :, None]
+    place = seen.sum(-1)
+    if window is not None:
+        seen &= place[:, :, None] - place[:, None] < window
+    seen &= ~hidden[:, None]
+    logits = np.einsum("btnh,bsnh->bnts", q, k) / 4
+    p = np.where(seen[:, None], np.exp(logits), 0)
+    wanted = np.einsum("bnts,bsnh->btnh", p / np.maximum(p.sum(-1, keepdims=True), 1e-30), v)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
 def test_sinks_count_in_trees_as_elsewhere():
     attention = make_attention(SCHEMES["StarTrail"], causal=True)
     rng = np.random.default_rng(0)
@@ -341,6 +365,13 @@ def test_what_does_not_go_with_trees_raises(name):
     x = np.zeros((1, 8, 2, 4), np.float32)
     with pytest.raises(error, match=message):
         attention(x, x, x, **{"visible_until": np.array([GOOD]), **given})
+
+
+def test_local_takes_no_segment_ids_of_keys_beside_them():
+    attention = make_attention(st.Degrees())
+    x, ids = jnp.zeros((1, 8, 2, 4)), jnp.zeros((1, 8), jnp.int32)
+    with pytest.raises(InputError, match="got both"):
+        attention.local(x, x, x, None, ids, visible_until=jnp.array([GOOD]))
 
 
 @dataclasses.dataclass(frozen=True)
