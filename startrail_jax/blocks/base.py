@@ -44,6 +44,8 @@ class Request:
     trees: bool = False
     """True if ids are the ends of stretches: see `Visibility.trees`. A block of your own serves
     them if it says so by an attribute `trees = True`."""
+    near: int | None = None
+    """In trees, a window, in tokens of a branch: see `Visibility.near`."""
 
 
 class Pair(NamedTuple):

@@ -8,8 +8,8 @@ knows which of several sets it is, `lax.switch` chooses.
 A causal window also has squares with a window: kernels take the number of keys that a query sees,
 and as many keys as queries. The far end of a window is a causal square in reverse order of tokens.
 
-Of packed documents, each call sees what `packed` makes of it. Where documents do not lie in order,
-`tiled` serves the pair.
+Of packed documents, each call sees what `packed` makes of it, and of rows of trees what `trees`
+does. Where documents do not lie in order, or trees have too many levels, `tiled` serves the pair.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from startrail_jax.blocks import packed, tiled
+from startrail_jax.blocks import packed, tiled, trees
 from startrail_jax.blocks.base import Pair, Request
 from startrail_jax.blocks.cudnn import output_for
 from startrail_jax.blocks.packed import Ids, Kernels
 from startrail_jax.blocks.pieces import MOST_BLOCKS, Pieces
 from startrail_jax.blocks.shapes import EMPTY, KeyShard, LseShard, OutShard, QueryShard, ValueShard
 from startrail_jax.blocks.softmax import Partials, merge_partials, merge_precisely
+from startrail_jax.blocks.trees import TreeIds
 from startrail_jax.blocks.visibility import Cases, Visibility
 from startrail_jax.masks import BlockCausal, Causal, Full
 from startrail_jax.masks.algebra import causal_window
@@ -55,8 +56,11 @@ class Flash:
         """See `base.Block.refusal`."""
         if (why := self.kernels.refusal(request)) is not None:
             return why
-        if request.trees:
-            return "its kernels serve no trees; got visible_until"
+        if request.near is not None:
+            return (
+                "its windows count the tokens of a row, not of a branch; got visible_until under a "
+                f"window of {request.near} tokens"
+            )
         full = isinstance(request.mask, Full)
         in_blocks = isinstance(request.mask, BlockCausal)
         if not (
@@ -113,7 +117,9 @@ class Flash:
         assert pair.scores.plain, "refused"
         queries = lse, *output_for(delta, dout)
         # Sums, of several calls or with `into`, stay in float32.
-        sums = any(len(_calls(pieces)) > 1 for pieces in _cases(visibility, q, k)[1])
+        sums = visibility.trees or any(
+            len(_calls(pieces)) > 1 for pieces in _cases(visibility, q, k)[1]
+        )
         dtypes = [q.dtype if dx is None and not sums else jnp.float32 for dx in into]
         if visibility.query_segments is None:
             return self._gradients(pair, queries, into, dtypes)
@@ -128,24 +134,29 @@ class Flash:
         return self._if_in_order(pair, calls, tiles)
 
     def _if_in_order(
-        self, pair: Pair, calls: Callable[[Ids], Any], tiles: Callable[[], Any]
+        self, pair: Pair, calls: Callable[[Ids | TreeIds], Any], tiles: Callable[[], Any]
     ) -> Any:
-        """Runs the calls that `packed` makes if documents lie in order, else the tiles."""
+        """Runs the calls that `packed` or `trees` makes where they serve, else the tiles."""
         q, k, v, visibility, *_ = pair
         assert visibility.query_segments is not None
         assert visibility.key_segments is not None
-        of_queries, of_keys = alike(visibility.query_segments, visibility.key_segments)
-        ids = of_queries, of_keys
         widest = max(q.shape[3], v.shape[3])
         if not packed.fits(self.kernels, *((*x.shape[:3], widest) for x in (q, k))):
             return tiles()
         case, cases = _cases(visibility, q, k)
         checks = [functools.partial(_serves, self.kernels, pieces) for pieces in cases]
-        served = functools.reduce(jnp.logical_and, map(packed.in_order, ids))
-        return lax.cond(served & _choose(case, checks, ids), lambda: calls(ids), tiles)
+        if visibility.trees:
+            ids = TreeIds.of(visibility)
+            served = _choose(case, checks, ids)
+        else:
+            of_queries, of_keys = alike(visibility.query_segments, visibility.key_segments)
+            ids = of_queries, of_keys
+            served = functools.reduce(jnp.logical_and, map(packed.in_order, ids))
+            served &= _choose(case, checks, ids)
+        return lax.cond(served, lambda: calls(ids), tiles)
 
-    def _attend(self, pair: Pair, ids: Ids | None = None) -> tuple[OutShard, LseShard]:
-        """Attention of one pair, to keys of the same segment id where there are ids."""
+    def _attend(self, pair: Pair, ids: Ids | TreeIds | None = None) -> tuple[OutShard, LseShard]:
+        """Attention of one pair, to the keys that ids let queries see where there are ids."""
         q, k, v, visibility, scale, _ = pair
         case, cases = _cases(visibility, q, k)
         here, cases = _only(visibility, case, cases)
@@ -161,7 +172,7 @@ class Flash:
         queries: tuple[Array, ...],
         into: Any,
         dtypes: Sequence[Any],
-        ids: Ids | None = None,
+        ids: Ids | TreeIds | None = None,
     ) -> tuple[Array, ...]:
         """Gradients of one pair, added to `into`, from lse, out and dout of the queries."""
         q, k, v, visibility, scale, _ = pair
@@ -174,12 +185,15 @@ class Flash:
         return _choose(case, branches, (q, *queries), (k, v), into, ids)
 
 
-def _serves(kernels: Kernels, pieces: Pieces, ids: Ids) -> Array:
-    """Whether `packed` serves the documents of every call."""
+def _serves(kernels: Kernels, pieces: Pieces, ids: Ids | TreeIds) -> Array:
+    """Whether `packed` serves the documents of every call, or `trees` its trees."""
     served = alike(jnp.asarray(True), ids[0])[0]
     for call in _calls(pieces):
-        cut = call.cut(ids[0], call.rows), call.cut(ids[1], call.columns)
-        served &= packed.serves(kernels, cut, call.causal, call.leading)
+        cut = call.ids(ids)
+        if isinstance(cut, TreeIds):
+            served &= trees.serves(kernels, cut, call.causal)
+        else:
+            served &= packed.serves(kernels, cut, call.causal, call.leading)
     return served
 
 
@@ -248,16 +262,23 @@ class _Call:
         n, t = x.shape[1:]
         return x.reshape(b, self.squares, n, t).swapaxes(1, 2).reshape(b, n, -1)
 
+    def ids(self, ids: Ids | TreeIds) -> Ids | TreeIds:
+        """What the call gets of the ids of its units."""
+        of_queries, of_keys = self.cut(ids[0], self.rows), self.cut(ids[1], self.columns)
+        return TreeIds(of_queries, of_keys) if isinstance(ids, TreeIds) else (of_queries, of_keys)
+
     def attend(
         self,
         kernels: Kernels,
         q: QueryShard,
         k: KeyShard,
         v: ValueShard,
-        ids: Ids | None,
+        ids: Ids | TreeIds | None,
         scale: float,
     ) -> tuple[OutShard, LseShard]:
         """Calls the forward kernel on what was `cut`."""
+        if isinstance(ids, TreeIds):
+            return trees.attend(kernels, q, k, v, ids, scale, self.causal)
         if ids is not None:
             shape = self.causal, self.window, self.edge, self.leading
             return packed.attend(kernels, q, k, v, ids, scale, *shape)
@@ -272,11 +293,13 @@ class _Call:
         lse: LseShard,
         out: OutShard,
         dout: OutShard,
-        ids: Ids | None,
+        ids: Ids | TreeIds | None,
         scale: float,
     ) -> tuple[Array, ...]:
         """Calls the backward kernel on what was `cut`."""
         queries = lse, out, dout
+        if isinstance(ids, TreeIds):
+            return trees.gradients(kernels, q, k, v, *queries, ids, scale, self.causal)
         if ids is not None:
             shape = self.causal, self.window, self.edge, self.leading
             return packed.gradients(kernels, q, k, v, *queries, ids, scale, *shape)
@@ -312,13 +335,13 @@ def _forward(
     q: QueryShard,
     k: KeyShard,
     v: ValueShard,
-    ids: Ids | None,
+    ids: Ids | TreeIds | None,
 ) -> tuple[OutShard, LseShard]:
     """Attention to the visible keys, in the dtype of q so that all cases return the same types."""
     parts = []
     for call in _calls(pieces):
         operands = call.cut(q, call.rows), call.cut(k, call.columns), call.cut(v, call.columns)
-        found = call.attend(kernels, *operands, _cut_ids(call, ids), scale)
+        found = call.attend(kernels, *operands, ids and call.ids(ids), scale)
         parts.append((call.rows, tuple(map(call.put, found))))
 
     def join(rows: slice, parts: list[Any]) -> Any:
@@ -346,7 +369,7 @@ def _backward(
     queries: tuple[Array, ...],
     keys: tuple[Array, ...],
     into: Any,
-    ids: Ids | None,
+    ids: Ids | TreeIds | None,
 ) -> tuple[Array, ...]:
     """The contributions of the visible pairs to dq, dk and dv, added to `into`; none of them where
     `here` is False."""
@@ -354,7 +377,7 @@ def _backward(
     for call in _calls(pieces):
         q, lse, out, dout = (call.cut(x, call.rows) for x in queries)
         k, v = (call.cut(x, call.columns) for x in keys)
-        grads = call.gradients(kernels, q, k, v, lse, out, dout, _cut_ids(call, ids), scale)
+        grads = call.gradients(kernels, q, k, v, lse, out, dout, ids and call.ids(ids), scale)
         where = call.rows, call.columns, call.columns
         for parts, rows, dx in zip(sums, where, map(call.put, grads), strict=True):
             dx = dx if here is None else jnp.where(here, dx, jnp.zeros_like(dx))
@@ -370,10 +393,6 @@ def _backward(
         _by_rows(x.shape[1], parts, functools.partial(join, x, dtype))
         for x, dtype, parts in zip((queries[0], *keys), dtypes, sums, strict=True)
     )
-
-
-def _cut_ids(call: _Call, ids: Ids | None) -> Ids | None:
-    return ids and (call.cut(ids[0], call.rows), call.cut(ids[1], call.columns))
 
 
 def _by_rows(

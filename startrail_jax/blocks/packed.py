@@ -106,7 +106,7 @@ def serves(kernels: Kernels, ids: Ids, square: bool, leading: bool = False) -> B
         alone = [(x < 0) | (x == document) | (document < 0) for x in ids]
         return alone[0].all() & alone[1].all()
     if square:
-        return (queries == keys).all() & _Documents.of(queries, kernels).fit
+        return (queries == keys).all() & Stretches.of(queries, kernels).fit
     # No key may be of a later document than the first one of the queries. Of that document come
     # the last keys and the first queries.
     first = jnp.where(queries < 0, jnp.iinfo(queries.dtype).max, queries).min(1)
@@ -134,10 +134,10 @@ def attend(
     query i sees only keys j >= i, and `leading` that the mask is full. Rows that see no key have 0
     in out, which is in the dtype of q, and EMPTY in lse.
     """
-    b, t, n, _ = q.shape
-    zeros = jnp.zeros((b, t, n, v.shape[-1]), q.dtype), jnp.full((b, n, t), EMPTY, jnp.float32)
-    out, lse, *_ = alike(*zeros, q, ids[0])
     if not square:
+        b, t, n, _ = q.shape
+        zeros = jnp.zeros((b, t, n, v.shape[-1]), q.dtype), jnp.full((b, n, t), EMPTY, jnp.float32)
+        out, lse, *_ = alike(*zeros, q, ids[0])
         common = _Common.of(ids, leading)
 
         def cross(out: OutShard, lse: LseShard) -> tuple[OutShard, LseShard]:
@@ -145,22 +145,8 @@ def attend(
             return common.of_queries(here, out), common.of_queries(stats, lse)
 
         return lax.cond(common.any, cross, lambda out, lse: (out, lse), out, lse)
-    documents = _Documents.of(ids[0], kernels)
-    for level in _levels(kernels, b, t):
-        segments, places = documents.segments(level)
-
-        def visit(
-            level: _Level = level, segments: Segments = segments, places: _Places = places
-        ) -> tuple[Array, ...]:
-            rows, keys, values = map(level.shaped, (q, k, v))
-            seen = level.window(window)
-            here, stats = kernels.attend(rows, keys, values, scale, True, seen, segments)
-            if kernels.by_segment:
-                stats = places.to_tokens(stats, b, t)
-            return level.restored(here, b, t), stats
-
-        out, lse = _where_any(segments, visit, places, (out, lse))
-    return out, lse
+    documents = Stretches.of(ids[0], kernels)
+    return attend_each(kernels, q, k, v, documents, scale, causal=True, window=window)
 
 
 def gradients(
@@ -180,9 +166,8 @@ def gradients(
 ) -> tuple[Array, ...]:
     """dq, dk and dv of a call in the dtype of q, 0 where it shows nothing, for any lse and out; for
     the other arguments see `attend`."""
-    b, t = q.shape[:2]
-    found = tuple(alike(jnp.zeros_like(x), x, q, ids[0])[0] for x in (q, k, v))
     if not square:
+        found = tuple(alike(jnp.zeros_like(x), x, q, ids[0])[0] for x in (q, k, v))
         common = _Common.of(ids, leading)
 
         def cross(*zeros: Array) -> tuple[Array, ...]:
@@ -196,11 +181,64 @@ def gradients(
             return dq, dk, dv
 
         return lax.cond(common.any, cross, lambda *zeros: zeros, *found)
-    documents = _Documents.of(ids[0], kernels)
+    documents = Stretches.of(ids[0], kernels)
     # A kernel may read what lies beside a document.
     dout = jnp.where(ids[0][..., None, None] < 0, jnp.zeros_like(dout), dout)
-    for level in _levels(kernels, b, t):
-        segments, places = documents.segments(level)
+    queries = lse, out, dout
+    return gradients_each(kernels, q, k, v, *queries, documents, scale, causal=True, window=window)
+
+
+def attend_each(
+    kernels: Kernels,
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    documents: Stretches,
+    scale: float,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> tuple[OutShard, LseShard]:
+    """Attention within each document, as `attend` gives it: one call for each level."""
+    b, t, n, _ = q.shape
+    zeros = jnp.zeros((b, t, n, v.shape[-1]), q.dtype), jnp.full((b, n, t), EMPTY, jnp.float32)
+    out, lse, *_ = alike(*zeros, q, documents.number)
+    for level in _levels(kernels, b, t, documents.sides):
+        segments, places, _ = documents.segments(level)
+
+        def visit(
+            level: _Level = level, segments: Segments = segments, places: _Places = places
+        ) -> tuple[Array, ...]:
+            rows, keys, values = map(level.shaped, (q, k, v))
+            seen = level.window(window)
+            here, stats = kernels.attend(rows, keys, values, scale, causal, seen, segments)
+            if kernels.by_segment:
+                stats = places.to_tokens(stats, b, t)
+            return level.restored(here, b, t), stats
+
+        out, lse = _where_any(segments, visit, (places.within,) * 2, (out, lse))
+    return out, lse
+
+
+def gradients_each(
+    kernels: Kernels,
+    q: QueryShard,
+    k: KeyShard,
+    v: ValueShard,
+    lse: LseShard,
+    out: OutShard,
+    dout: OutShard,
+    documents: Stretches,
+    scale: float,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> tuple[Array, ...]:
+    """dq, dk and dv of `attend_each`, as `gradients` gives them."""
+    b, t = q.shape[:2]
+    found = tuple(alike(jnp.zeros_like(x), x, q, documents.number)[0] for x in (q, k, v))
+    for level in _levels(kernels, b, t, documents.sides):
+        segments, places, keys_within = documents.segments(level)
 
         def visit(
             level: _Level = level, segments: Segments = segments, places: _Places = places
@@ -209,11 +247,11 @@ def gradients(
             stats = places.to_segments(lse) if kernels.by_segment else lse
             seen = level.window(window)
             grads = kernels.gradients(
-                rows, keys, values, stats, out_rows, dout_rows, scale, True, seen, segments
+                rows, keys, values, stats, out_rows, dout_rows, scale, causal, seen, segments
             )
             return tuple(level.restored(dx, b, t) for dx in grads)
 
-        found = _where_any(segments, visit, places, found)
+        found = _where_any(segments, visit, (places.within, keys_within, keys_within), found)
     return found
 
 
@@ -261,47 +299,68 @@ def _padded(kernels: Kernels, b: int, t: int) -> tuple[int, int, int]:
     return -(-b * t // size) * size, size, count
 
 
-def _levels(kernels: Kernels, b: int, t: int) -> tuple[_Level, ...]:
-    """The levels of a square of b rows of t tokens, the longest documents first."""
+def _levels(kernels: Kernels, b: int, t: int, sides: int = 1) -> tuple[_Level, ...]:
+    """The levels of a square of b rows of t tokens, the longest documents first; for `sides` see
+    `Stretches`."""
     tokens, size, count = _padded(kernels, b, t)
     sizes = [size // STEP**i for i in range(count)]
     *longer, last = (
-        _Level(shorter, size, tokens // size, STEP * tokens // size)
+        _Level(shorter, size, tokens // size, sides * STEP * tokens // size)
         for size, shorter in zip(sizes, [*sizes[1:], 0], strict=True)
     )
     many = max(STEP, -(-last.size // SHORTEST))
-    return *longer, last._replace(segments=many * last.rows)
+    return *longer, last._replace(segments=sides * many * last.rows)
+
+
+def last_level(kernels: Kernels, b: int, t: int, sides: int = 1) -> _Level:
+    """The level of the shortest documents: the one whose room may not do."""
+    return _levels(kernels, b, t, sides)[-1]
 
 
 def _where_any(
     segments: Segments,
     visit: Callable[[], tuple[Array, ...]],
-    places: _Places,
+    within: tuple[Bool[Array, " tokens"], ...],
     others: tuple[Array, ...],
 ) -> tuple[Array, ...]:
-    """What a visit gives for the tokens of its segments, and `others` elsewhere. Without any
-    segment there is no visit."""
+    """What a visit gives for the tokens of its segments, which are `within`, and `others`
+    elsewhere. Without any segment there is no visit."""
     skip = lambda: tuple(alike(jnp.zeros_like(x), x)[0] for x in others)  # noqa: E731
     found = lax.cond((segments.query_lengths > 0).any(), visit, skip)
-    return tuple(map(places.put, others, found))
+    return tuple(map(_where, within, found, others))
 
 
-class _Documents(NamedTuple):
-    """The documents of a square."""
+def _where(within: Bool[Array, " tokens"], x: Array, other: Array) -> Array:
+    """x [b, t, n, h] or [b, n, t] at the tokens within, and `other` elsewhere."""
+    if x.ndim == 4:
+        return jnp.where(within.reshape(*x.shape[:2], 1, 1), x, other)
+    return jnp.where(within.reshape(x.shape[0], 1, x.shape[2]), x, other)
+
+
+class Stretches(NamedTuple):
+    """The documents of a square: stretches of tokens, or stretches of queries that each see one of
+    keys."""
 
     starts: Int32[Array, " documents"]
-    """Index of the first token of each, over all rows; padding is a document too."""
+    """Index of the first query of each, over all rows; padding is a document too."""
     lengths: Int32[Array, " documents"]
-    """Tokens of each; 0 for padding, and for a document that is not there."""
+    """Queries of each; 0 for padding, and for a document that is not there."""
+    key_starts: Int32[Array, " documents"]
+    key_lengths: Int32[Array, " documents"]
     number: Int32[Array, " tokens"]
-    """Which document each token is of."""
+    """Which document each token is of, as a query."""
+    key_number: Int32[Array, " tokens"]
+    """Which one it is of, as a key."""
     place: Int32[Array, " tokens"]
-    """Number of tokens before it in its document."""
-    fit: Bool[Array, ""]
+    """Number of queries before it in its document."""
+    fit: Bool[Array, ""] | bool
     """Whether all of them are here, and every level has room for its own."""
+    sides: int = 1
+    """1 if queries and keys of each are the same tokens, else 2: up to twice as many documents then
+    are as long as a level asks for."""
 
     @classmethod
-    def of(cls, ids: Int32[Array, "b t"], kernels: Kernels) -> _Documents:
+    def of(cls, ids: Int32[Array, "b t"], kernels: Kernels) -> Stretches:
         """Those with these ids, which are `in_order`."""
         levels = _levels(kernels, *ids.shape)
         room = sum(level.segments for level in levels) + ids.shape[0]
@@ -316,21 +375,27 @@ class _Documents(NamedTuple):
         lengths = jnp.where(ids.at[starts].get(mode="fill", fill_value=-1) < 0, 0, lengths)
         of_last = levels[-1].holds(lengths).sum()
         fit = (number[-1] < room) & (of_last <= levels[-1].segments)
-        return cls(starts, lengths, number, index - starts[number], fit)
+        place = index - starts[number]
+        return cls(starts, lengths, starts, lengths, number, number, place, fit)
 
-    def segments(self, level: _Level) -> tuple[Segments, _Places]:
-        """The documents of a level as segments, and where their tokens lie in these."""
-        here = level.holds(self.lengths)
+    def segments(self, level: _Level) -> tuple[Segments, _Places, Bool[Array, " tokens"]]:
+        """The documents of a level as segments, where their queries lie in these, and which keys
+        do."""
+        here = level.holds(jnp.maximum(self.lengths, self.key_lengths))
         segment = jnp.where(here, jnp.cumsum(here, dtype=jnp.int32) - 1, level.segments)
         ends = alike(jnp.full(level.segments, level.rows * level.size, jnp.int32), self.starts)[0]
-        starts = ends.at[segment].set(self.starts, mode="drop")
-        lengths = (ends * 0).at[segment].set(self.lengths, mode="drop")
+        starts, key_starts = (
+            ends.at[segment].set(x, mode="drop") for x in (self.starts, self.key_starts)
+        )
+        lengths, key_lengths = (
+            (ends * 0).at[segment].set(x, mode="drop") for x in (self.lengths, self.key_lengths)
+        )
         places = _Places(here[self.number], segment[self.number], self.place, level)
-        return Segments(lengths, lengths, starts, starts), places
+        return Segments(lengths, key_lengths, starts, key_starts), places, here[self.key_number]
 
 
 class _Places(NamedTuple):
-    """Where the tokens of a square lie in the segments of a level."""
+    """Where the queries of a square lie in the segments of a level."""
 
     within: Bool[Array, " tokens"]
     """Whether each token lies in a segment."""
@@ -340,12 +405,6 @@ class _Places(NamedTuple):
     """Its place in the segment."""
     level: _Level
     """The level of the segments."""
-
-    def put(self, into: Array, x: Array) -> Array:
-        """x [b, t, n, h] or [b, n, t] where tokens lie in the segments, and `into` elsewhere."""
-        if x.ndim == 4:
-            return jnp.where(self.within.reshape(*x.shape[:2], 1, 1), x, into)
-        return jnp.where(self.within.reshape(x.shape[0], 1, x.shape[2]), x, into)
 
     def to_tokens(self, lse: Shaped[Array, "segments n _"], b: int, t: int) -> LseShard:
         """lse of the tokens, from that of the segments."""

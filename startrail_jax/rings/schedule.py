@@ -139,6 +139,7 @@ class Schedule(Rounds):
             softcap=self.softcap,
             scores=self.scores,
             trees=self.trees,
+            near=self.near,
         )
 
     def travels(self, share: Sizes) -> Side:
