@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from startrail_jax.linear.attention import LinearAttention
     from startrail_jax.tokens.documents import parts
     from startrail_jax.tokens.layout import Layout
-    from startrail_jax.tokens.trees import branch_positions
+    from startrail_jax.tokens.trees import branch_levels, branch_positions
     from startrail_jax.traffic.cost import communication
     from startrail_jax.xla.compiler import compiler_options
 
@@ -38,6 +38,7 @@ __all__ = [
     "Layout",
     "LinearAttention",
     "TokenLogprobs",
+    "branch_levels",
     "branch_positions",
     "communication",
     "compiler_options",
@@ -57,6 +58,7 @@ _MODULES = {
     "Layout": "tokens.layout",
     "LinearAttention": "linear.attention",
     "TokenLogprobs": "calls.logprobs",
+    "branch_levels": "tokens.trees",
     "branch_positions": "tokens.trees",
     "communication": "traffic.cost",
     "compiler_options": "xla.compiler",

@@ -145,7 +145,8 @@ def assert_exact(
             `shard_map` of your own around `attention.local`. It is called as
             `attention_fn(query, key, value, segment_ids=..., return_lse=True)`, for linear
             attention as `attention_fn(query, key, value, decay, beta, segment_ids=...,
-            initial_state=..., return_state=True)`.
+            initial_state=..., return_state=True)`, and with `visible_until` without states but with
+            `levels=...`.
         tolerance: largest error that is allowed, relative to the largest absolute value of each
             result. None for 2e-6 in float32, and in bfloat16 and float16 for four times the error
             that dense attention makes by rounding to that dtype.
@@ -180,7 +181,8 @@ def assert_exact(
 
     def checked(*arrays: Any, **options: Any) -> Any:
         results = function(*arrays, **options)
-        named = dict(zip(trial.cotangents, results, strict=True))
+        outputs = results if isinstance(results, tuple) else (results,)
+        named = dict(zip(trial.cotangents, outputs, strict=True))
         chex.assert_trees_all_equal_shapes_and_dtypes(named, dict(trial.cotangents))
         return results
 
@@ -475,10 +477,10 @@ def draw_trial(
             "Leave one of them out."
         )
     trees = visible_until is not None
-    if trees and (packed or segment_ids is not None or isinstance(attention, LinearAttention)):
+    if trees and (packed or segment_ids is not None):
         raise ValueError(
-            "visible_until takes the place of segment_ids and packed, in an Attention; got one of "
-            "these too, or a LinearAttention. Leave visible_until out."
+            "visible_until takes the place of segment_ids and packed; got one of these too. Leave "
+            "visible_until out."
         )
     ids = _segment_pair(visible_until if trees else segment_ids, (seq_len, kv_seq_len))
     rng = np.random.default_rng(seed)
@@ -501,6 +503,7 @@ def draw_trial(
             dims=(head_dim, value_head_dim),
             dtype=dtype,
             ids=None if ids is None else ids[0],
+            trees=trees,
         )
         return _StateTrial.of(attention, problem, tolerance)
     attention.resolved_mask.check_closed("assert_exact")
@@ -617,7 +620,9 @@ class _StateTrial(Trial):
             for name, wanted in expected.items():
                 error = float(np.abs(one[name] - wanted).max()) / _largest(wanted)
                 bounds[name] = max(bounds[name], NARROW_ERROR_RATIO * error)
-        cotangents = {"out": problem.cotangents[0], "state": problem.cotangents[1]}
+        cotangents = {"out": problem.cotangents[0]}
+        if not problem.trees:
+            cotangents["state"] = problem.cotangents[1]
         return cls(cotangents=cotangents, expected=expected, bounds=bounds, problem=problem)
 
     def results(

@@ -117,3 +117,61 @@ def causal_conv(x, kernel, *, ids=None, first=None):
                 out[row, t] = sum(w * y for w, y in zip(kernel, seen[-extra - 1 :], strict=True))
                 last[row] = seen[len(seen) - extra :]
     return out, last
+
+
+def tree_attention(query, key, value, decay, beta, *, delta, scale, parents):
+    """The same over trees: `parents` [B, T] is the token that each one continues, -1 if there is
+    none, and -2 for padding. Returns out, and the state after each token."""
+    q, k, v, d, b = _repeated(query, key, value, decay, beta)
+    states = np.zeros((q.shape[1] + 1, q.shape[0], q.shape[2], q.shape[3], v.shape[3]))
+    rows = np.arange(len(q))
+    for t in range(q.shape[1]):
+        before = states[parents[:, t], rows]  # The last one has zeros until the end.
+        before[parents[:, t] < 0] = 0
+        _, after = _step(before, k[:, t], v[:, t], d[:, t], b[:, t], parents[:, t] < 0, delta)
+        states[t] = np.where((parents[:, t] < -1)[:, None, None, None], 0, after)
+    return scale * np.einsum("tbnkv,btnk->btnv", states[:-1], q), states
+
+
+def tree_gradients(query, key, value, decay, beta, dout, *, delta, scale, parents):
+    """Gradients of sum(out * dout) over trees: of query, key, value, decay and beta."""
+    arrays = query, key, value, decay, beta
+    q, k, v, d, b = _repeated(*arrays)
+    _, states = tree_attention(*arrays, delta=delta, scale=scale, parents=parents)
+    real = (parents >= -1)[:, :, None, None]
+    dout = np.where(real, dout, 0)
+    rows, dstates = np.arange(len(q)), scale * np.einsum("btnk,btnv->tbnkv", q, dout)
+    dq = scale * np.einsum("tbnkv,btnv->btnk", states[:-1], dout)
+    dk, dv, dd, db = (np.zeros(x.shape) for x in (k, v, d, b))
+    for t in reversed(range(q.shape[1])):
+        begins, total = parents[:, t] < 0, dstates[t]
+        before = np.where(begins[:, None, None, None], 0, states[parents[:, t], rows])
+        decayed, _ = _step(before, k[:, t], v[:, t], d[:, t], b[:, t], begins, delta)
+        e = v[:, t] - (np.einsum("bnkv,bnk->bnv", decayed, k[:, t]) if delta else 0)
+        de = b[:, t, :, None] * np.einsum("bnkv,bnk->bnv", total, k[:, t])
+        db[:, t] = np.einsum("bnk,bnkv,bnv->bn", k[:, t], total, e)
+        dk[:, t] = b[:, t, :, None] * np.einsum("bnkv,bnv->bnk", total, e)
+        dv[:, t], dstate = de, total
+        if delta:
+            dstate = total - np.einsum("bnk,bnv->bnkv", k[:, t], de)
+            dk[:, t] -= np.einsum("bnkv,bnv->bnk", decayed, de)
+        of_channel = (dstate * decayed).sum(-1)
+        dd[:, t] = of_channel if d.ndim == 4 else of_channel.sum(-1)
+        back = _factor(d[:, t]) * dstate
+        for row in np.flatnonzero(~begins):
+            dstates[parents[row, t], row] += back[row]
+    found = [np.where(real.reshape(*real.shape[: x.ndim]), x, 0) for x in (dq, dk, dv, dd, db)]
+    return [_summed(x, np.shape(like)) for x, like in zip(found, arrays, strict=True)]
+
+
+def tree_conv(x, kernel, *, parents):
+    """The convolution over trees: of the tokens that each one continues."""
+    x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    out = np.zeros(x.shape)
+    for row, t in np.argwhere(parents > -2):
+        token = t
+        for weight in kernel[::-1]:
+            if token >= 0:
+                out[row, t] += weight * x[row, token]
+                token = parents[row, token]
+    return out

@@ -14,14 +14,16 @@ from startrail_jax.masks import Mask
 from startrail_jax.rings.schedule import check_mask_of_trees
 from startrail_jax.tokens.trees import check_ends
 
+BOTH_IDS = (
+    "visible_until takes the place of segment_ids, as the end of a document is a number of it; got "
+    "both. Leave segment_ids out, and mark padding by negative numbers."
+)
+
 
 def check_trees(mask: Mask, *, segment_ids: Any, slopes: Any) -> None:
     """Raises unless an attention with this mask serves rows of trees."""
     if segment_ids is not None:
-        raise InputError(
-            "visible_until takes the place of segment_ids, as the end of a document is a number "
-            "of it; got both. Leave segment_ids out, and mark padding by negative numbers."
-        )
+        raise InputError(BOTH_IDS)
     check_mask_of_trees(mask)
     if slopes is not None:
         raise UnsupportedError(
@@ -40,6 +42,13 @@ def int32_ends(attention: Sharded, visible_until: Any, shape: tuple[int, ...]) -
             f"visible_until must be integers [batch, seq] = {list(shape)}; got {ends.dtype} "
             f"{list(ends.shape)}. Give each token the place after the last one that continues it."
         )
-    if not isinstance(ends, Tracer) and getattr(ends, "is_fully_addressable", True):
-        check_ends(attention.layout.unpermute(np.asarray(ends), 1))
+    if (known := known_ends(attention, ends)) is not None:
+        check_ends(known)
     return ends.astype(np.int32)
+
+
+def known_ends(attention: Sharded, ends: Any) -> np.ndarray | None:
+    """`visible_until` on the host in natural order, if its values are known here."""
+    if isinstance(ends, Tracer) or not getattr(ends, "is_fully_addressable", True):
+        return None
+    return attention.layout.unpermute(np.asarray(ends), 1)

@@ -24,14 +24,17 @@ from startrail_jax.errors import InputError
 from startrail_jax.linear.block import LinearCall
 from startrail_jax.linear.checks import (
     check_conv,
+    check_forks,
     check_inputs,
     check_rows,
     check_state_heads,
+    ends_of_levels,
     int32_segments,
 )
 from startrail_jax.linear.conv import conv_of_all, conv_of_shards, run_conv
 from startrail_jax.linear.cost import communication_of_states
 from startrail_jax.linear.explain import LinearExplanation
+from startrail_jax.linear.forks import Forked
 from startrail_jax.linear.on_devices import (
     decode_on_device,
     heads_spec,
@@ -42,7 +45,7 @@ from startrail_jax.linear.on_devices import (
 )
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
-from startrail_jax.linear.sizes import LayerSizes, StateSizes
+from startrail_jax.linear.sizes import CHUNK, FORKED_CHUNK, LayerSizes, StateSizes
 from startrail_jax.linear.vjp import BLOCKS
 from startrail_jax.traffic.cost import Communication
 
@@ -136,6 +139,8 @@ class LinearAttention(Sharded):
         beta: ArrayLike | None = None,
         *,
         segment_ids: ArrayLike | None = None,
+        visible_until: ArrayLike | None = None,
+        levels: int = 2,
         initial_state: ArrayLike | None = None,
         return_state: bool = False,
     ) -> Any:
@@ -166,10 +171,17 @@ class LinearAttention(Sharded):
 
         Raises:
             ValueError: if shapes, dtypes or shardings do not fit each other or the mesh.
+            NotImplementedError: if `visible_until` comes with `initial_state` or `return_state`.
         """
         check_whole(self.mesh)
-        check_static(return_state=return_state)
-        ids = int32_segments(self, segment_ids)
+        check_static(return_state=return_state, levels=levels)
+        if visible_until is None:
+            levels, ids = 0, int32_segments(self, segment_ids)
+        else:
+            check_forks(
+                self.rule, segment_ids, initial_state=initial_state, return_state=return_state
+            )
+            ids = ends_of_levels(self, visible_until, jnp.shape(query)[:2], levels)
         given = (query, key, value, decay, beta, initial_state)
         arrays = [*(None if x is None else jnp.asarray(x) for x in given), ids]
         heads = check_inputs(self, self.rule, arrays)
@@ -181,7 +193,7 @@ class LinearAttention(Sharded):
         present = [x for x in zip(_NAMES, arrays, specs, strict=True) if x[1] is not None]
         names, found, wanted = zip(*present, strict=True)
         check_shardings(names, found, wanted, self.mesh)
-        call = self._call(heads, found[0].shape[3], packed=ids is not None)
+        call = self._call(heads, found[0].shape[3], packed=ids is not None, levels=levels)
         out, last = run(self, call, specs, return_state, *arrays)
         return (out, last) if return_state else out
 
@@ -194,6 +206,8 @@ class LinearAttention(Sharded):
         beta: Array | None = None,
         *,
         segment_ids: Array | None = None,
+        visible_until: Array | None = None,
+        levels: int = 2,
         initial_state: Array | None = None,
         return_state: bool = False,
     ) -> Any:
@@ -201,7 +215,8 @@ class LinearAttention(Sharded):
 
         Args:
             query, key, value, decay, beta: this device's shards, of the heads of its states.
-            segment_ids: int32 [b, t]; negative ids are padding.
+            segment_ids, visible_until: int32 [b, t]; negative numbers are padding.
+            levels: as in a call.
             initial_state: float32 [b, heads, key_dim, value_dim] of this device's heads.
             return_state: as in a call.
 
@@ -209,8 +224,14 @@ class LinearAttention(Sharded):
             As a call, of this device's tokens and heads.
         """
         given = (query, key, value, decay, beta)
-        ids = self.mark_padding(segment_ids)
-        counts, call = self._call_of_shards(given, packed=ids is not None)
+        if visible_until is None:
+            levels, ids = 0, self.mark_padding(segment_ids)
+        else:
+            check_forks(
+                self.rule, segment_ids, initial_state=initial_state, return_state=return_state
+            )
+            ids = visible_until
+        counts, call = self._call_of_shards(given, packed=ids is not None, levels=levels)
         arrays = (*given, initial_state, ids)
         out, last = on_device(self, call, counts, return_state, *arrays)
         return (out, last) if return_state else out
@@ -266,6 +287,8 @@ class LinearAttention(Sharded):
         kernel: ArrayLike,
         *,
         segment_ids: ArrayLike | None = None,
+        visible_until: ArrayLike | None = None,
+        levels: int = 2,
         initial: ArrayLike | None = None,
         return_last: bool = False,
     ) -> Any:
@@ -280,7 +303,9 @@ class LinearAttention(Sharded):
             x: floats [batch, seq, channels] or [batch, seq, heads, channels], with tokens in the
                 order of `layout`.
             kernel: [width, ...] with the channels of x; the last row is that of the token itself.
-            segment_ids: integers [batch, seq], as in a call.
+            segment_ids, visible_until: integers [batch, seq], as in a call. In trees, the tokens
+                before are those that a token continues.
+            levels: as in a call.
             initial: [batch, width - 1, ...], the inputs before the first token; None for zeros.
             return_last: whether to return the last width - 1 inputs of each row too, which are the
                 `initial` of what follows: up to the last token that is no padding, with zeros for
@@ -293,14 +318,19 @@ class LinearAttention(Sharded):
         Raises:
             ValueError: if shapes do not fit each other or the mesh, or if a slice of a device is
                 shorter than width - 1.
+            NotImplementedError: if `visible_until` comes with `initial` or `return_last`.
         """
         check_whole(self.mesh)
-        check_static(return_last=return_last)
+        check_static(return_last=return_last, levels=levels)
         x, kernel = jnp.asarray(x), jnp.asarray(kernel)
         first = check_conv(x, kernel, initial)
-        ids = int32_segments(self, segment_ids)
+        if visible_until is None:
+            levels, ids = 0, int32_segments(self, segment_ids)
+        else:
+            check_forks(self.rule, segment_ids, initial=initial, return_last=return_last)
+            ids = ends_of_levels(self, visible_until, x.shape[:2], levels)
         check_rows(self, x.shape[:2], ids)
-        out, last = run_conv(self, return_last, x, kernel, first, ids)
+        out, last = run_conv(self, return_last, levels, x, kernel, first, ids)
         return (out, last) if return_last else out
 
     def conv_local(
@@ -309,12 +339,18 @@ class LinearAttention(Sharded):
         kernel: Array,
         *,
         segment_ids: Array | None = None,
+        visible_until: Array | None = None,
+        levels: int = 2,
         return_last: bool = False,
     ) -> Any:
         """Computes one device's part of `causal_conv`, as `local` does that of a call."""
         first = check_conv(x, kernel, None)
-        ids = self.mark_padding(segment_ids)
-        out, last = conv_of_shards(self, return_last, x, kernel, first, ids)
+        if visible_until is None:
+            levels, ids = 0, self.mark_padding(segment_ids)
+        else:
+            check_forks(self.rule, segment_ids, return_last=return_last)
+            ids = visible_until
+        out, last = conv_of_shards(self, return_last, levels, x, kernel, first, ids)
         return (out, last) if return_last else out
 
     def decode_conv(
@@ -350,6 +386,7 @@ class LinearAttention(Sharded):
         key_dim: int,
         value_dim: int,
         packed: bool = False,
+        levels: int = 0,
         initial_state: bool = False,
         return_state: bool = False,
         order: str | Sequence[str] | None = None,
@@ -367,6 +404,8 @@ class LinearAttention(Sharded):
             heads: states of a row.
             key_dim, value_dim: sizes of a state.
             packed: whether there are segment ids.
+            levels: those of calls with `visible_until`; 0 for calls without. States and maps are so
+                many times as large.
             initial_state: whether there is an initial state of which a gradient is taken.
             return_state: whether the last state is returned.
             order, devices_per_node: as in `communication`.
@@ -387,6 +426,7 @@ class LinearAttention(Sharded):
                 heads=heads // self.degrees.tensor,
                 key_dim=key_dim,
                 value_dim=value_dim,
+                levels=levels,
             ),
             zigzag=self._line.zigzag,
             packed=packed,
@@ -407,6 +447,7 @@ class LinearAttention(Sharded):
         batch: int | None = None,
         dtype: DTypeLike = "bfloat16",
         packed: bool = False,
+        levels: int = 0,
     ) -> LinearExplanation:
         """Compares messages, memory and FLOPs of a call with other ways, without running it.
 
@@ -414,7 +455,7 @@ class LinearAttention(Sharded):
 
         Args:
             seq_len: tokens of the whole sequence.
-            heads, key_dim, value_dim, packed: as for `communication`.
+            heads, key_dim, value_dim, packed, levels: as for `communication`.
             key_heads: heads of query and key, over all devices; None for as many as states.
             batch: rows, over all devices; None for one of each data shard.
             dtype: dtype of query, key and value.
@@ -437,9 +478,15 @@ class LinearAttention(Sharded):
             key_heads=key_heads // tensor if key_heads % tensor == 0 else key_heads,
             itemsize=jnp.dtype(dtype).itemsize,
             slices=self._line.slices,
+            levels=levels,
         )
         sent = self.communication(
-            batch=rows, heads=heads, key_dim=key_dim, value_dim=value_dim, packed=packed
+            batch=rows,
+            heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            packed=packed,
+            levels=levels,
         )
         return LinearExplanation(devices=self.degrees.sequence, sizes=sizes, communication=sent)
 
@@ -451,18 +498,25 @@ class LinearAttention(Sharded):
         ranks = flat_axis(self.axes, SEQUENCE_ROLES)
         return Line(self.rule, ranks, self.layout.kind == "zigzag")
 
-    def _call(self, heads: int, key_dim: int, *, packed: bool = False) -> LinearCall:
+    def _call(
+        self, heads: int, key_dim: int, *, packed: bool = False, levels: int = 0
+    ) -> LinearCall:
         """What is static in a call, for states of so many heads over all devices."""
-        here, scale = heads // self.degrees.tensor, self._scale(key_dim)
-        return LinearCall(self._line, here, scale, packed, self.backend)
+        here, scale, line = heads // self.degrees.tensor, self._scale(key_dim), self._line
+        if not levels:
+            return LinearCall(line, here, scale, packed, self.backend)
+        line = dataclasses.replace(line, rule=Forked(self.rule, levels))
+        chunk = FORKED_CHUNK if self.rule.by_channel else CHUNK
+        return LinearCall(line, here, scale, packed, self.backend, levels, chunk)
 
     def _scale(self, key_dim: int) -> float:
         default = key_dim**-0.5 if self.rule.delta else 1.0
         return default if self.scale is None else self.scale
 
     def _call_of_shards(
-        self, given: Sequence[Any], *, packed: bool = False
+        self, given: Sequence[Any], *, packed: bool = False, levels: int = 0
     ) -> tuple[tuple[int, ...], LinearCall]:
         """The heads over all devices of arrays of one device, 0 for None, and their call."""
         counts = tuple(0 if x is None else x.shape[2] * self.degrees.tensor for x in given)
-        return counts, self._call(max(counts), given[0].shape[3], packed=packed)
+        key_dim = given[0].shape[3]
+        return counts, self._call(max(counts), key_dim, packed=packed, levels=levels)

@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from startrail_jax.linear.rules import Map, StateRule
 from startrail_jax.linear.scan import Line
+from startrail_jax.linear.sizes import CHUNK
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class LinearCall:
     packed: bool
     backend: str
     """A key of `startrail_jax.linear.vjp.BLOCKS`."""
+    levels: int = 0
+    """Slots of a row, if rows are trees (see `forks.py`), whose rule then is `Forked`; else 0."""
+    chunk: int = CHUNK
+    """Tokens of a chunk, at most."""
 
     @property
     def rule(self) -> StateRule:
@@ -40,13 +45,14 @@ class LinearRequest:
     dtype: str
     key_dim: int
     value_dim: int
+    trees: bool = False
 
 
 class LinearBlock(Protocol):
     """A backend: a module with these functions.
 
     `blocks` are query, key, value [b, s, g, n, c, _, channels], decay [b, s, g, n, c, _, 1 or k],
-    beta [b, s, g, n, c, _] and document [b, s, g, n, c] (see `rules.Chunk`), for s slices of g
+    beta [b, s, g, n, c, _] and document [b, s, g, n, c, ...] (see `rules.Chunk`), for s slices of g
     groups of n chunks of c tokens; states are [b, s, g, h, k, v] in float32.
     """
 

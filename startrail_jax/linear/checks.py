@@ -8,13 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from startrail_jax.calls.sharding import Sharded, int32_ids
+from startrail_jax.calls.trees import BOTH_IDS, int32_ends, known_ends
 from startrail_jax.calls.validation import DTYPES
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.errors import InputError, UnsupportedError
 from startrail_jax.linear.block import LinearCall, LinearRequest
-from startrail_jax.linear.rules import StateRule
+from startrail_jax.linear.forks import Forked
+from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.vjp import BLOCKS
+from startrail_jax.tokens.trees import branch_levels
 
 
 def check_inputs(attention: Sharded, rule: StateRule, arrays: Any, *, whole: bool = True) -> int:
@@ -95,13 +98,49 @@ def int32_segments(attention: Sharded, segment_ids: Any) -> Array | None:
     return jnp.asarray(int32_ids(attention.mark_padding(segment_ids)))
 
 
+def check_forks(rule: StateRule, segment_ids: Any, **others: Any) -> None:
+    """Raises unless rows of trees go with the rule and with what else a call is given."""
+    if segment_ids is not None:
+        raise InputError(BOTH_IDS)
+    for name, given in others.items():
+        if given is not None and given is not False:
+            raise UnsupportedError(
+                f"visible_until does not go with {name}, as a row of trees has no one state; got "
+                f"both. Leave {name} out."
+            )
+    if rule not in RULES.values():
+        raise UnsupportedError(
+            f"visible_until goes with the rules {(*RULES,)}; got rule={rule!r}. Use segment_ids."
+        )
+
+
+def ends_of_levels(
+    attention: Sharded, visible_until: Any, shape: tuple[int, ...], levels: Any
+) -> Array:
+    """`visible_until` of a call as int32, after all checks."""
+    if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
+        raise InputError(
+            f"levels must be a positive integer; got levels={levels!r}. Pass "
+            "startrail_jax.branch_levels(visible_until)."
+        )
+    ends = int32_ends(attention, visible_until, shape)
+    if (known := known_ends(attention, ends)) is not None and branch_levels(known) > levels:
+        raise InputError(
+            "levels must be at least startrail_jax.branch_levels(visible_until) = "
+            f"{branch_levels(known)}; got levels={levels}."
+        )
+    return jnp.asarray(ends)
+
+
 def check_served(attention: Sharded, call: LinearCall, value: Array, key_dim: int) -> None:
     """Raises a NotImplementedError unless the backend serves a call."""
     platform, capability = device_kind(attention.mesh)
+    rule = call.rule.rule if isinstance(call.rule, Forked) else call.rule
     request = LinearRequest(
         platform=platform,
         capability=capability,
-        rule=call.rule.name,
+        rule=rule.name,
+        trees=call.levels > 0,
         dtype=str(value.dtype),
         key_dim=key_dim,
         value_dim=value.shape[3],

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32, Int32, Shaped
 
@@ -14,21 +16,25 @@ from startrail_jax.calls.sharding import Sharded
 from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
+from startrail_jax.linear.forks import Forks, forks_of, in_line, largest
 from startrail_jax.linear.halo import begins, kept, slices_and_before
 from startrail_jax.linear.on_devices import heads_spec
 from startrail_jax.rings import collectives
 from startrail_jax.xla.varying import alike
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run_conv(attention: Sharded, returns_last: bool, *arrays: Any) -> tuple[Array, Any]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def run_conv(
+    attention: Sharded, returns_last: bool, levels: int, *arrays: Any
+) -> tuple[Array, Any]:
     """The convolution of whole arrays on the devices of the mesh, after all checks: the outputs,
-    and the last inputs or None. The arrays are x, kernel, what stands before x, and segment ids."""
+    and the last inputs or None. The arrays are x, kernel, what stands before x, and segment ids, or
+    `visible_until` with levels."""
     x = arrays[0]
     data, seq, *rest = heads_spec(attention, x.shape[2], x.ndim)
     spec, beside = PartitionSpec(data, seq, *rest), PartitionSpec(data, None, *rest)
     return jax.shard_map(
-        functools.partial(conv_of_shards, attention, returns_last),
+        functools.partial(conv_of_shards, attention, returns_last, levels),
         mesh=attention.mesh,
         in_specs=(spec, PartitionSpec(None, *rest), beside, attention.sequence_spec),
         out_specs=(spec, beside if returns_last else None),
@@ -38,6 +44,7 @@ def run_conv(attention: Sharded, returns_last: bool, *arrays: Any) -> tuple[Arra
 def conv_of_shards(
     attention: Sharded,
     returns_last: bool,
+    levels: int,
     x: Array,
     kernel: Array,
     first: Array,
@@ -54,7 +61,11 @@ def conv_of_shards(
             f"{here}, width={len(kernel)}. Use fewer devices."
         )
     x = x if ids is None else kept(ids >= 0, x)
-    out = conv_on_device(zigzag, axis, x, kernel, ids, first)
+    if levels and ids is not None:
+        forks = forks_of(ids, attention.layout, axis, levels)
+        out = conv_of_forks(zigzag, axis, x, kernel, forks)
+    else:
+        out = conv_on_device(zigzag, axis, x, kernel, ids, first)
     out = out if ids is None else kept(ids >= 0, out)
     if not returns_last:
         return out, None
@@ -90,6 +101,110 @@ def conv_on_device(
     edge = _summed(filled(before, 0, extra), kernel, at_edge)
     out = out + filled(edge, 0, out.shape[2] - extra)
     return out.astype(x.dtype).reshape(x.shape)
+
+
+def conv_of_forks(
+    zigzag: bool,
+    axis: Axis,
+    x: Shaped[Array, "b t *m"],
+    kernel: Shaped[Array, "w *m"],
+    forks: Forks,
+) -> Shaped[Array, "b t *m"]:
+    """The same in trees: the tokens before one are those that it continues.
+
+    All devices gather the last tokens of each slot at the end of every slice.
+    """
+    (b, t), width = x.shape[:2], len(kernel)
+    levels, slices, extra = forks.open_ends.shape[2], forks.open_ends.shape[1], width - 1
+    flat = x.reshape(b, slices, t // slices, -1)
+    places, ends, slots, fresh = (
+        y.reshape(b, slices, -1) for y in (forks.places, forks.ends, forks.slots, forks.fresh)
+    )
+    before = flat[:, :, :0]
+    if extra:
+        before = _tails_before(zigzag, axis, flat, places, ends, forks.open_ends, extra)
+    # Where the token before each one is: first the tails of all slots, then the tokens, then none.
+    size, first = places.shape[2], levels * extra
+    none = first + size
+    real, index = ends > places, jnp.arange(size, dtype=jnp.int32)[None, None]
+    latest = jnp.full_like(slots, none)
+    for level in range(levels):
+        here = lax.cummax(jnp.where(real & (slots == level), index, -1), axis=2)
+        here = jnp.concatenate([jnp.full_like(here[..., :1], -1), here[..., :-1]], 2)
+        here = jnp.where(here < 0, level * extra if extra else none, first + here)
+        latest = jnp.where(slots - fresh == level, here, latest)
+    number = np.arange(first)
+    tails = np.where((number + 1) % max(extra, 1) == 0, none, number + 1).astype(np.int32)
+    tails = jnp.broadcast_to(jnp.asarray(tails)[None, None], (b, slices, first))
+    end = jnp.full_like(latest[..., :1], none)
+    earlier = jnp.concatenate([*alike(tails, latest)[:1], latest, end], 2)
+    inputs = jnp.concatenate([before, flat, jnp.zeros_like(flat[:, :, :1])], 2)
+    weights = kernel.astype(jnp.float32).reshape(width, 1, 1, 1, -1)
+    where = jnp.broadcast_to(first + index, slots.shape)
+    out = jnp.zeros(flat.shape, jnp.float32)
+    for weight in weights[::-1]:
+        term = jnp.take_along_axis(inputs, where[..., None], 2)
+        out = out + weight * term.astype(jnp.float32)
+        where = jnp.take_along_axis(earlier, where, 2)
+    out = out + forks.nan
+    return out.astype(x.dtype).reshape(x.shape)
+
+
+def _tails_before(
+    zigzag: bool,
+    axis: Axis,
+    x: Shaped[Array, "b s t c"],
+    places: Int32[Array, "b s t"],
+    ends: Int32[Array, "b s t"],
+    open_ends: Int32[Array, "b s d"],
+    extra: int,
+) -> Shaped[Array, "b s de c"]:
+    """The last tokens of each slot before each slice, the last one first, and zeros for none."""
+    b, slices, levels = open_ends.shape
+    after = places[..., -1:] + 1
+    # Of each slice, the last tokens of the branch to each node that is still seen.
+    spine = jnp.stack(largest(ends, ends > after, levels), -1)
+    on = (ends[:, :, None] >= spine[..., None]) & (spine[..., None] >= 0)
+    tails, at = _last_of(x[:, :, None], places[:, :, None], on, extra)
+    tails, at, spine = (
+        in_line(collectives.gather(y[None], axis, 0), zigzag=zigzag) for y in (tails, at, spine)
+    )
+    # Of each slot and each slice before, the branch to the innermost node that holds the slot.
+    every = spine.shape[0]
+    n, p = axis.degree, collectives.index(axis)
+    number = jnp.stack([jnp.asarray(p), 2 * n - 1 - p][:slices])
+    earlier = jnp.arange(every)[None] < number[:, None]
+    seen = spine[:, :, None, None] >= jnp.where(open_ends < 0, _MOST, open_ends)[None, ..., None]
+    innermost = seen & ~jnp.pad(seen[..., 1:], [(0, 0)] * 4 + [(0, 1)])
+    innermost &= earlier.T[:, None, :, None, None]  # [all slices, b, s, d, levels]
+    there = innermost[..., None] & (at[:, :, None, None] >= 0)
+    order = jnp.broadcast_to(at[:, :, None, None], there.shape)
+    rows = (jnp.moveaxis(y, 0, 3).reshape(b, slices, levels, -1) for y in (there, order))
+    inputs = jnp.moveaxis(tails, 0, 1).reshape(b, 1, 1, -1, tails.shape[-1])
+    there, order = rows
+    found, _ = _last_of(inputs, order, there, extra)
+    return found.reshape(b, slices, levels * extra, -1)
+
+
+_MOST = np.iinfo(np.int32).max
+
+
+def _last_of(
+    x: Shaped[Array, "b #s #d t c"], order: Int32[Array, "b s #d t"], mask: Array, count: int
+) -> tuple[Array, Array]:
+    """The tokens where a mask [b, s, d, t] holds that come last in order, the last one first:
+    [b, s, d, count, c]; and their order, -1 for one that is not there."""
+    found, at, order = [], [], jnp.where(mask, order, -1)
+    row = jnp.arange(len(mask)).reshape(-1, 1, 1)
+    s = jnp.arange(x.shape[1]).reshape(1, -1, 1)
+    d = jnp.arange(x.shape[2]).reshape(1, 1, -1)
+    for _ in range(count):
+        best = order.argmax(-1)
+        last = order.max(-1)
+        found.append(kept(last >= 0, x[row, s, d, best]))
+        at.append(last)
+        order = jnp.where(order == last[..., None], -1, order)
+    return jnp.stack(found, 3), jnp.stack(at, 3)
 
 
 def conv_of_all(

@@ -30,8 +30,14 @@ def communication_of_states(
     n = degrees.sequence
     forward = _scan(n, sizes, zigzag=zigzag, up=True)
     backward = _scan(n, sizes, zigzag=zigzag, up=zigzag)
-    if packed:
-        slices = 2 if zigzag else 1
+    slices = 2 if zigzag else 1
+    if sizes.levels:
+        ends = sizes.batch * slices * (sizes.levels + 1) * _INT32
+        forward += [
+            _Message("ends of slots", ends, gathered=True),
+            _Message("whether there are slots for all", _INT32, gathered=True),
+        ]
+    elif packed:
         forward.append(_Message("segment ids", sizes.batch * slices * _INT32, gathered=True))
     if return_state:
         forward.append(_Message("last state", sizes.state_bytes))

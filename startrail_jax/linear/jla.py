@@ -35,6 +35,8 @@ def refusal(request: LinearRequest) -> str | None:
     if request.platform != "cuda" or request.capability not in (None, (9, 0)):
         given = request.platform if request.platform != "cuda" else request.capability
         return f"its kernels are for Hopper GPUs, of compute capability (9, 0); got {given}"
+    if request.trees:
+        return "its kernels serve no trees; got visible_until"
     if request.rule not in RULES:
         return f"only rule='gated_delta' has run on a GPU; got rule={request.rule!r}"
     if request.dtype not in DTYPES:

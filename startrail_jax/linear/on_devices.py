@@ -15,6 +15,7 @@ from startrail_jax.calls.sharding import Sharded
 from startrail_jax.devices.degrees import Axis
 from startrail_jax.linear.block import LinearCall
 from startrail_jax.linear.checks import check_served
+from startrail_jax.linear.forks import forks_of
 from startrail_jax.linear.halo import begins, ids_before, kept
 from startrail_jax.linear.vjp import decode, linear_attention
 from startrail_jax.rings import collectives
@@ -83,19 +84,28 @@ def on_device(
     *arrays: Any,
 ) -> tuple[Array, Any]:
     """What one device computes, from its parts of the arrays; `counts` are the heads of the first
-    five, over all devices."""
+    five, over all devices. With levels, ids are `visible_until`."""
     *given, state, ids = arrays
     tokens = _tokens(attention, call, counts, *given)
     b, t = tokens[0].shape[:2]
     check_served(attention, call, tokens[2], tokens[0].shape[3])
     line, fresh = call.line, jnp.zeros((b, t), bool)
+    forks = None
     if ids is not None:
         tokens = [kept(ids >= 0, x) for x in tokens]
+    if ids is not None and call.levels:
+        forks = forks_of(ids, attention.layout, line.axis, call.levels)
+        fresh = forks.of_tokens
+    elif ids is not None:
         before = ids_before(ids, line.axis, zigzag=line.zigzag)
         fresh = begins(ids.reshape(*before.shape, -1), before).reshape(b, t)
     if state is None:
-        state = jnp.zeros((b, call.heads, *(x.shape[3] for x in tokens[::2][:2])), jnp.float32)
+        slots = (call.levels,) if call.levels else ()
+        dims = (x.shape[3] for x in tokens[::2][:2])
+        state = jnp.zeros((b, call.heads, *slots, *dims), jnp.float32)
     out, last = linear_attention(call, vary(state, *line.axis.names), fresh, *tokens)
+    if forks is not None:
+        out = out + forks.nan.astype(out.dtype)
     if ids is not None:  # For the gradients: what comes from padding goes nowhere.
         out = kept(ids >= 0, out)
     return out, collectives.total(last, line.axis) if returns_state else None

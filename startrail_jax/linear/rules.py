@@ -41,7 +41,8 @@ class Chunk(NamedTuple):
     """Logarithms: of each channel of a key, or one for all of them."""
     beta: Float32[Array, "*m c"]
     document: Int32[Array, "*m c"]
-    """How many documents have begun in the chunk, up to each token."""
+    """How many documents have begun in the chunk, up to each token; `forks.Forks.of_tokens` in
+    trees."""
     dtype: Any
     """The type of matrix products: that of the inputs."""
 
@@ -63,9 +64,9 @@ class ChunkTerms(NamedTuple):
     """How much each query reads of each value of the chunk."""
 
 
-Map = tuple[Array, Array]
+Map = tuple[Any, Array]
 """M and N of S -> M S + N: N [..., key_dim, value_dim] and M [..., key_dim, key_dim], or what
-multiplies the rows of S, [..., key_dim or 1, 1]; float32."""
+multiplies the rows of S, [..., key_dim or 1, 1]; float32. For trees see `forks.Forked`."""
 
 
 def dot(spec: str, x: Array, y: Array) -> Float32[Array, "..."]:
@@ -132,9 +133,14 @@ class StateRule:
         """A state, mapped."""
         raise NotImplementedError
 
-    def transposed(self, factor: Array) -> Array:
+    def transposed(self, factor: Any) -> Any:
         """M^T, which takes gradients of states back."""
         raise NotImplementedError
+
+    @property
+    def adjoint(self) -> StateRule:
+        """The rule by which maps of M^T, which take gradients of states back, compose."""
+        return self
 
 
 class _Delta(StateRule):

@@ -10,6 +10,7 @@ back, through transposed maps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +41,18 @@ class Line:
         return 2 if self.zigzag else 1
 
     def enter(
-        self, maps: Map, first: Float32[Array, "b h k v"], *, reverse: bool = False
-    ) -> tuple[Float32[Array, "b s g h k v"], Float32[Array, "b h k v"]]:
+        self, maps: Map, first: Float32[Array, "b h *state"], *, reverse: bool = False
+    ) -> tuple[Float32[Array, "b s g h *state"], Float32[Array, "b h *state"]]:
         """The state before each group, and the last state, on its device, zeros on all others.
 
         Maps are [b, s, g, h, ...] for s slices of g groups. Of `first`, that of the device of the
         first group counts. `reverse` walks the line from its end to its beginning.
         """
+        if reverse:
+            return dataclasses.replace(self, rule=self.rule.adjoint)._enter(maps, first, True)
+        return self._enter(maps, first, False)
+
+    def _enter(self, maps: Map, first: Array, reverse: bool) -> tuple[Array, Array]:
         upto = lax.associative_scan(self.rule.then, maps, reverse=reverse, axis=2)
         end = 0 if reverse else -1
         wholes = [jax.tree.map(lambda x, i=i: x[:, i, end], upto) for i in range(self.slices)]

@@ -9,6 +9,9 @@ _FLOAT32 = 4
 
 CHUNK = 64
 """Tokens of a chunk, at most."""
+FORKED_CHUNK = 16
+"""The same in trees, if each channel has its own decay: then each pair of tokens of a chunk has the
+decay of each channel in memory."""
 GROUP = 32
 """Chunks of a group, at most: the states of this many chunks are computed one after another."""
 AT_ONCE = 512
@@ -26,9 +29,10 @@ class Cut:
     """Tokens of a chunk, a power of two."""
 
     @classmethod
-    def of(cls, tokens: int) -> Cut:
-        """That of a slice; the last group may be filled up."""
-        chunk = min(CHUNK, 1 << max(tokens - 1, 0).bit_length())
+    def of(cls, tokens: int, most: int = CHUNK) -> Cut:
+        """That of a slice, with chunks of at most so many tokens; the last group may be filled
+        up."""
+        chunk = min(most, 1 << max(tokens - 1, 0).bit_length())
         count = -(-tokens // chunk)
         groups = -(-count // GROUP)
         return cls(groups, -(-count // groups), chunk)
@@ -65,16 +69,19 @@ class StateSizes:
     heads: int
     key_dim: int
     value_dim: int
+    levels: int = 0
+    """Slots of a row of trees (`forks.py`); 0 for rows of documents, which have one state."""
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all rows and heads."""
-        return self.batch * self.heads * self.key_dim * self.value_dim * _FLOAT32
+        states = self.batch * self.heads * max(self.levels, 1)
+        return states * self.key_dim * self.value_dim * _FLOAT32
 
     @property
     def map_bytes(self) -> int:
-        """Bytes of maps of these states, M and N."""
-        factor = self.rule.factor_elements(self.key_dim)
+        """Bytes of maps of these states: M and N, and in trees the origin of each slot."""
+        factor = max(self.levels, 1) * (self.levels + self.rule.factor_elements(self.key_dim))
         return self.batch * self.heads * factor * _FLOAT32 + self.state_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.halo import begins, wide
+from startrail_jax.tokens.trees import branch_levels, branch_slots
 
 STATES = ("state", "dstate")
 """The results that are states; all others are arrays of tokens."""
@@ -31,6 +32,8 @@ class StateProblem:
     cotangents: tuple[np.ndarray, np.ndarray]
     """Of the output and the last state."""
     ids: np.ndarray | None
+    trees: bool = False
+    """Whether ids are `visible_until`. Then there is no initial state, and no last one."""
 
     @classmethod
     def drawn(
@@ -43,6 +46,7 @@ class StateProblem:
         dims: tuple[int, int],
         dtype: Any,
         ids: np.ndarray | None,
+        trees: bool,
     ) -> StateProblem:
         """Random arrays of [batch, seq] tokens, with (states, key heads) and (key, value) dims."""
         rule, (count, key_heads), (k, v) = attention.rule, heads, dims
@@ -58,7 +62,9 @@ class StateProblem:
         beta = 1 / (1 + np.exp(-normal(*tokens, count)))
         state, dlast = (normal(tokens[0], count, k, v) for _ in range(2))
         dout = normal(*tokens, count, v).astype(narrow[2].dtype)
-        return cls(inputs=(*narrow, decay, beta, state), cotangents=(dout, dlast), ids=ids)
+        return cls(
+            inputs=(*narrow, decay, beta, state), cotangents=(dout, dlast), ids=ids, trees=trees
+        )
 
     def results(
         self,
@@ -76,6 +82,12 @@ class StateProblem:
 
         @functools.partial(jax.jit, compiler_options=compiler_options)
         def program(ids: Any, cotangents: Any, *inputs: Any) -> dict[str, Any]:
+            if self.trees:
+                options = dict(visible_until=ids, levels=branch_levels(self._ends))
+                run = lambda *tokens: function(*tokens, **options)  # noqa: E731
+                out, pull = jax.vjp(run, *inputs[:-1])
+                return _named(out, None, *pull(cotangents[0]), None)
+
             def run(*inputs: Any) -> Any:
                 *tokens, state = inputs
                 return function(*tokens, segment_ids=ids, initial_state=state, return_state=True)
@@ -90,10 +102,20 @@ class StateProblem:
         with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
             arrays = [jnp.asarray(np.asarray(x, np.float64)) for x in self.inputs]
             cotangents = tuple(jnp.asarray(np.asarray(x, np.float64)) for x in self.cotangents)
-            run = functools.partial(recurrence, attention, self.ids)
-            (out, last), pull = jax.vjp(run, *arrays)
-            found = _named(out, last, *pull(cotangents))
+            if self.trees:
+                run = functools.partial(recurrence_of_trees, attention, self._ends)
+                out, pull = jax.vjp(run, *arrays[:-1])
+                found = _named(out, None, *pull(cotangents[0]), None)
+            else:
+                run = functools.partial(recurrence, attention, self.ids)
+                (out, last), pull = jax.vjp(run, *arrays)
+                found = _named(out, last, *pull(cotangents))
         return {name: np.asarray(x) for name, x in found.items()}
+
+    @property
+    def _ends(self) -> np.ndarray:
+        assert self.ids is not None
+        return np.asarray(self.ids)
 
     def of_one_device(self, attention: LinearAttention) -> dict[str, np.ndarray]:
         """The same by `LinearAttention` on one device."""
@@ -118,29 +140,59 @@ def in_natural_order(
     }
 
 
-def _named(*results: Array) -> dict[str, Array]:
-    return dict(zip(_NAMES, results, strict=True))
+def _named(*results: Array | None) -> dict[str, Array]:
+    named = zip(_NAMES, results, strict=True)
+    return {name: x for name, x in named if x is not None}
 
 
 def recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[Array, Array]:
     """Output and last state, token by token, of query, key, value, decay, beta and a state."""
     *tokens, state = arrays
-    heads = state.shape[1]
-    query, key, value, decay, beta = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in tokens)
-    decay = decay if decay.ndim == 4 else decay[..., None]
-    ids = np.zeros(query.shape[:2], np.int32) if ids is None else ids
+    ids = np.zeros(tokens[0].shape[:2], np.int32) if ids is None else ids
     ids = attention.mark_padding(ids)
     fresh = begins(jnp.asarray(ids), jnp.full(len(ids), -1, np.int32))
-    scale = attention._scale(query.shape[3])
 
     def add(state: Array, x: Any) -> tuple[Array, Array]:
-        query, key, value, decay, beta, fresh, real = x
+        token, fresh, real = x
         before = jnp.where(wide(fresh, state), 0, state)
-        after = attention.rule.token(before, key, value, decay, beta)
+        after, out = _one_token(attention, before, token)
         state = jnp.where(wide(real, state), after, state)
-        out = scale * jnp.einsum("bhkv,bhk->bhv", state, query, precision="highest")
         return state, jnp.where(wide(real, out), out, 0)
 
-    steps = (query, key, value, decay, beta, fresh, jnp.asarray(ids >= 0))
+    steps = _repeated(tokens, state.shape[1]), fresh, jnp.asarray(ids >= 0)
     last, out = lax.scan(add, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
     return jnp.moveaxis(out, 0, 1), last
+
+
+def recurrence_of_trees(attention: LinearAttention, ends: np.ndarray, *tokens: Array) -> Array:
+    """The same for trees, with one state for each slot: only the output."""
+    slots, fresh = branch_slots(ends)
+    heads = max(x.shape[2] for x in tokens)
+    rows, dims = np.arange(len(ends)), (tokens[0].shape[3], tokens[2].shape[3])
+    # Slot 0 is a state of zeros, from which texts begin.
+    empty = jnp.zeros((len(ends), int(slots.max()) + 2, heads, *dims), tokens[0].dtype)
+
+    def add(states: Array, x: Any) -> tuple[Array, Array]:
+        token, slot, fresh, real = x
+        after, out = _one_token(attention, states[rows, slot + 1 - fresh], token)
+        written = states.at[rows, slot + 1].set(after)
+        states = jnp.where(wide(real, states), written, states)
+        return states, jnp.where(wide(real, out), out, 0)
+
+    steps = _repeated(tokens, heads), slots, fresh.astype(int), ends >= 0
+    steps = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), steps)
+    return jnp.moveaxis(lax.scan(add, empty, steps)[1], 0, 1)
+
+
+def _one_token(attention: LinearAttention, state: Array, token: Any) -> tuple[Array, Array]:
+    query, key, value, decay, beta = token
+    after = attention.rule.token(state, key, value, decay, beta)
+    scale = attention._scale(query.shape[-1])
+    return after, scale * jnp.einsum("bhkv,bhk->bhv", after, query, precision="highest")
+
+
+def _repeated(tokens: Sequence[Array], heads: int) -> list[Array]:
+    """Query, key, value, decay [batch, seq, heads, 1 or k] and beta, with the heads of states."""
+    found = [jnp.repeat(x, heads // x.shape[2], axis=2) for x in tokens]
+    found[3] = found[3] if found[3].ndim == 4 else found[3][..., None]
+    return found

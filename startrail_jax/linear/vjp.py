@@ -59,14 +59,17 @@ def linear_attention(call: LinearCall, first: Array, begins: Array, *floats: Arr
     """Linear attention of the tokens of a device.
 
     Given are the state before the first token of each row, float32 [b, h, k, v]; whether a document
-    begins, [b, t]; and query, key, value [b, t, _, channels], decay [b, t, _, 1 or k] and beta
-    [b, t, _], which are 0 at padding. Returns out [b, t, h, v] in the dtype of value, and the last
-    state, on the device of the last token, zeros on the others.
+    begins, [b, t], or `Forks.of_tokens`; and query, key, value [b, t, _, channels], decay
+    [b, t, _, 1 or k] and beta [b, t, _], which are 0 at padding. Returns out [b, t, h, v] in the
+    dtype of value, and the last state, on the device of the last token, zeros on the others. With
+    forks, states are slots [b, h, levels, k, v].
     """
     first, begins, *blocks = alike(first, begins, *floats)
     length, slices = begins.shape[1], call.line.slices
-    cut = Cut.of(length // slices)
-    document = jnp.cumsum(cut_up(cut, begins, slices).astype(jnp.int32), -1)
+    cut = Cut.of(length // slices, call.chunk)
+    document = cut_up(cut, begins, slices)
+    if not call.levels:
+        document = jnp.cumsum(document.astype(jnp.int32), -1)
     out, last = _linear(call, first, (*(cut_up(cut, x, slices) for x in blocks), document))
     out = checkpoint_name(joined(cut, out, slices, length), CHECKPOINT_NAMES[1])
     return out, last
@@ -88,7 +91,9 @@ def _forward(call: LinearCall, first: Array, blocks: Any) -> Any:
     block = BLOCKS[call.backend]
     maps = block.maps(call, blocks)
     states, last = call.line.enter(maps, first)
-    states, factors = (checkpoint_name(x, CHECKPOINT_NAMES[0]) for x in (states, maps[0]))
+    states, factors = jax.tree.map(
+        lambda x: checkpoint_name(x, CHECKPOINT_NAMES[0]), (states, maps[0])
+    )
     return (block.outputs(call, blocks, states)[1], last), (blocks, states, factors)
 
 
@@ -108,7 +113,7 @@ def _gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after:
     *floats, document = blocks
     cut = Cut(*document.shape[2:5])
     groups = cut.groups
-    width = cut.at_once(states.shape[0] * states.shape[1] * call.heads)
+    width = cut.at_once(states.shape[0] * states.shape[1] * call.heads * max(call.levels, 1))
 
     def of_groups(found: Any, first: Array) -> tuple[Any, None]:
         *here, state, cotangent, dstate = (

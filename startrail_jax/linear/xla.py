@@ -5,6 +5,8 @@ See `block.LinearBlock` for what the functions compute.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from startrail_jax.linear.block import LinearCall, LinearRequest
-from startrail_jax.linear.rules import LEAST, Chunk, ChunkTerms, Map
+from startrail_jax.linear.rules import LEAST, Chunk, Map
 from startrail_jax.xla.varying import like
 
 
@@ -22,6 +24,22 @@ def refusal(request: LinearRequest) -> str | None:
     return None
 
 
+def _in_one_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Rows, slices and groups as one dimension, where states are slots. On CPUs, XLA of jax 0.10
+    writes beyond the results of sums of products of some shapes of seven dimensions."""
+
+    @functools.wraps(function)
+    def run(call: LinearCall, blocks: Any, *arrays: Array) -> Any:
+        if not call.levels:
+            return function(call, blocks, *arrays)
+        lead = blocks[0].shape[:3]
+        flat = jax.tree.map(lambda x: x.reshape(-1, 1, 1, *x.shape[3:]), (blocks, *arrays))
+        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[3:]), function(call, *flat))
+
+    return run
+
+
+@_in_one_dimension
 def maps(call: LinearCall, blocks: Any) -> Map:
     """See `block.LinearBlock`."""
     _, key, value, *_ = blocks
@@ -35,6 +53,7 @@ def maps(call: LinearCall, blocks: Any) -> Map:
     return call.rule.parts(lax.scan(add, unit, jnp.arange(key.shape[3]))[0])
 
 
+@_in_one_dimension
 def outputs(call: LinearCall, blocks: Any, states: Array) -> tuple[Array, Array]:
     """See `block.LinearBlock`."""
     value = blocks[2]
@@ -51,6 +70,7 @@ def outputs(call: LinearCall, blocks: Any, states: Array) -> tuple[Array, Array]
     return lax.scan(add, begun, jnp.arange(value.shape[3]))[0]
 
 
+@_in_one_dimension
 def wanted(call: LinearCall, blocks: Any, states: Array, dout: Array) -> Array:
     """See `block.LinearBlock`."""
 
@@ -63,6 +83,7 @@ def wanted(call: LinearCall, blocks: Any, states: Array, dout: Array) -> Array:
     return lax.scan(back, like(jnp.zeros_like(states), states), steps, reverse=True)[0]
 
 
+@_in_one_dimension
 def gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after: Array) -> Any:
     """See `block.LinearBlock`."""
     steps = jnp.arange(dout.shape[3])
@@ -85,7 +106,7 @@ def gradients(call: LinearCall, blocks: Any, states: Array, dout: Array, after: 
     return [jnp.moveaxis(x, 0, 3) for x in grads]
 
 
-def _both(call: LinearCall, terms: ChunkTerms, state: Array) -> tuple[Array, Array]:
+def _both(call: LinearCall, terms: Any, state: Array) -> tuple[Array, Array]:
     return call.rule.step(terms, state), call.rule.out(terms, state)
 
 
@@ -99,7 +120,7 @@ def _of_chunk(dout: Array, c: Array) -> Array:
     return jnp.moveaxis(found, 4, 3).astype(jnp.float32)
 
 
-def _terms(call: LinearCall, chunk: tuple[Array, ...]) -> ChunkTerms:
+def _terms(call: LinearCall, chunk: tuple[Array, ...]) -> Any:
     """What chunks do, [b, s, g, h, ...]; the heads of query and key are repeated as needed."""
     query, key, value, decay, beta, document = chunk
 

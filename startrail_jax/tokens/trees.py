@@ -33,6 +33,38 @@ def branch_positions(visible_until: Int[np.ndarray, "b t"]) -> Int[np.ndarray, "
     return np.where(ends >= 0, found, 0).astype(np.int32)
 
 
+def branch_levels(visible_until: Int[np.ndarray, "b t"]) -> int:
+    """How many states a row of trees needs at a time, at most: the `levels` of `LinearAttention`.
+
+    It is the largest number of beginnings with different ends that are seen at one token: 1 for
+    packed documents, and 2 for beginnings and their answers.
+
+    Args:
+        visible_until: integers [batch, seq] in natural order, as `Attention` takes them.
+
+    Raises:
+        ValueError: if a row is not a tree.
+    """
+    ends = np.asarray(visible_until)
+    check_ends(ends)
+    return int(branch_slots(ends)[0].max(initial=0)) + 1
+
+
+def branch_slots(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The slot of each token of rows that are trees, and whether it is the first one of its slot:
+    see `linear.forks`. Both are [batch, seq]; for padding, they mean nothing."""
+    slots, fresh = np.zeros(ends.shape, np.int64), np.zeros(ends.shape, bool)
+    for row, slot, begins in zip(ends, slots, fresh, strict=True):
+        places = np.flatnonzero(row >= 0)
+        different, first = np.unique(row[places], return_index=True)
+        begins[places[first]] = True
+        seen = np.zeros(len(row) + 1, np.int64)
+        np.add.at(seen, places[first], 1)
+        np.add.at(seen, different, -1)
+        slot[:] = np.cumsum(seen)[:-1] - 1
+    return slots, fresh
+
+
 def check_ends(ends: np.ndarray) -> None:
     """Raises an InputError unless rows [batch, seq] in natural order are trees, depth first.
 
