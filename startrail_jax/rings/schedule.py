@@ -170,9 +170,9 @@ def check_mask_of_trees(mask: Mask) -> None:
 
 def for_trees(schedule: Schedule) -> Schedule:
     """The schedule of calls with rows of trees, in which no round is empty for sure."""
-    near = causal_window(schedule.mask)
-    mask = schedule.mask if near is None else Causal()
-    return replace(schedule, trees=True, near=near, mask=mask)
+    mask = schedule.mask.within(2**31)  # Places are int32.
+    near = causal_window(mask)
+    return replace(schedule, trees=True, near=near, mask=mask if near is None else Causal())
 
 
 def schedule_of(degrees: Degrees, mask: Mask, layout: Layout, **options: Any) -> Schedule:

@@ -117,6 +117,18 @@ def test_windows_count_the_tokens_of_a_branch(scheme, window, layout):
     assert_exact(attention, seq_len=96, heads=8, kv_heads=kv_heads, visible_until=until)
 
 
+def test_a_window_beyond_all_places_is_none():
+    """Also beyond int32, in which places are."""
+    until = ends(13, 2, 64)
+    arrays = [np.random.default_rng(0).normal(size=(2, 64, 2, 4)).astype("f4") for _ in range(3)]
+    causal, *wide = (
+        make_attention(st.Degrees(), **options)(*arrays, visible_until=until)
+        for options in (dict(causal=True), dict(window=2**31 - 1), dict(window=2**40))
+    )
+    for out in wide:
+        np.testing.assert_array_equal(out, causal)
+
+
 OPTIONS = {
     "softcap": dict(softcap=2.0),
     "keys travel": dict(backward="kv"),
