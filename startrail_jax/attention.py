@@ -479,6 +479,7 @@ class Attention(Sharded):
         value_cache: ArrayLike,
         positions: ArrayLike,
         *,
+        visible_until: ArrayLike | None = None,
         slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
     ) -> Array:
@@ -499,11 +500,20 @@ class Attention(Sharded):
                 the sequence axes. `new` should be small, as all logits exist at once.
             key_cache: [batch, slots, kv_heads, head_dim] sharded as `key_spec(kv_heads)`, in the
                 order of `layout`. It already holds the keys of `query`: see `update_cache`. Slots
-                of padding in front of a prompt would be seen: leave padding out of the cache.
+                of padding in front of a prompt would be seen: leave padding out of the cache, or
+                mark it by `visible_until`.
             value_cache: [batch, slots, kv_heads, value_head_dim], sharded like key_cache.
             positions: int32 [batch, new], the position of each query. A query sees the slots up to
                 its own position that the mask shows. A query at a negative position sees no slot.
                 Positions may lie beyond the last slot.
+            visible_until: integers [batch, slots] sharded as `sequence_spec`, in the order of the
+                cache, for slots that hold a tree: a beginning and several texts that continue it.
+                A query at position p sees the slots s <= p with visible_until[s] > p. To go on with
+                one branch, give its slots, and those of the new tokens, a number beyond the new
+                positions, and all other slots one that is not, such as where they ended. Branches
+                may have grown in any order, and new tokens may branch too. Negative numbers are
+                padding; no values are checked. A window counts the tokens of the branch, for which
+                each device also receives 4 (P - 1) b t bytes, and twice that in zigzag order.
             slopes, sinks: as in a call.
 
         Returns:
@@ -513,6 +523,8 @@ class Attention(Sharded):
         Raises:
             ValueError: if this attention is not causal, or if shapes, dtypes or shardings do not
                 fit.
+            NotImplementedError: if `visible_until` is given with slopes, or with a mask that is
+                neither causal nor a causal window.
         """
         return decode(
             self,
@@ -521,6 +533,7 @@ class Attention(Sharded):
             key_cache,
             value_cache,
             positions,
+            visible_until=visible_until,
             slopes=slopes,
             sinks=sinks,
         )
@@ -533,6 +546,8 @@ class Attention(Sharded):
         positions: Array,
         sinks: Array | None = None,
         slopes: Array | None = None,
+        *,
+        visible_until: Array | None = None,
     ) -> Array:
         """Computes one device's part of `decode`, inside a fully manual `shard_map` of the caller.
 
@@ -542,16 +557,17 @@ class Attention(Sharded):
                 heads that its query heads need; neighbouring query heads share a key head.
             positions: int32 [b, t], the positions of the new tokens.
             sinks, slopes: floats [n] of this device's heads, as in a call.
+            visible_until: integers [b, s] of this device's slots, as in `decode`.
 
         Returns:
             out [b, t, n, v] of this device's queries, in the dtype of query.
 
         Raises:
             ValueError: if this attention is not causal, or if shapes or dtypes do not fit.
+            NotImplementedError: as in `decode`.
         """
-        return decode_shards(
-            self, self.schedule, query, key_cache, value_cache, positions, sinks, slopes
-        )
+        arrays = query, key_cache, value_cache, positions
+        return decode_shards(self, self.schedule, *arrays, sinks, slopes, visible_until)
 
     def update_cache(self, cache: ArrayLike, new: ArrayLike, positions: ArrayLike) -> Array:
         """Writes the keys, or the values, of new tokens into their slots; nothing is sent.

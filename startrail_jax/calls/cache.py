@@ -15,17 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.blocks.shapes import EMPTY, KeyShard, LseShard, QueryShard, ValueShard
 from startrail_jax.blocks.softmax import cap_logits, rows
 from startrail_jax.calls.score_checks import check_per_head
 from startrail_jax.calls.sharding import Sharded
+from startrail_jax.calls.trees import check_trees, ends_of_slots
 from startrail_jax.calls.validation import check_decode, check_shardings, check_update, check_whole
 from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
 from startrail_jax.rings import collectives
-from startrail_jax.rings.schedule import Schedule
+from startrail_jax.rings.branches import hidden_between
+from startrail_jax.rings.schedule import Schedule, for_trees
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.tokens.layout import Runs
 from startrail_jax.xla.varying import alike
@@ -46,24 +48,34 @@ def key_copies(degrees: Degrees, kv_heads: int) -> int:
 
 
 def decode(
-    attention: Sharded, schedule: Schedule, *given: ArrayLike, **per_head: ArrayLike | None
+    attention: Sharded,
+    schedule: Schedule,
+    *given: ArrayLike,
+    visible_until: ArrayLike | None,
+    **per_head: ArrayLike | None,
 ) -> Array:
     """`Attention.decode`: `given` are query, key_cache, value_cache and positions."""
     check_whole(attention.mesh)
-    query, key, value, positions = arrays = tuple(jnp.asarray(x) for x in given)
+    if visible_until is not None:
+        check_trees(schedule.mask, segment_ids=None, slopes=per_head.get("slopes"))
+    arrays = tuple(jnp.asarray(x) for x in given)
+    query, key = arrays[:2]
     check_decode(*arrays, mask=schedule.mask, layout=attention.layout, slots=key.shape[1])
     heads, kv_heads = query.shape[2], key.shape[2]
     check_heads(attention.degrees, heads, kv_heads)
     query_spec, key_spec = decode_spec(attention, heads), attention.key_spec(kv_heads)
     specs = (query_spec, key_spec, key_spec, PartitionSpec(query_spec[0]))
-    names = ("query", "key_cache", "value_cache", "positions")
+    names = ("query", "key_cache", "value_cache", "positions", "visible_until")
+    if visible_until is not None:
+        arrays += (ends_of_slots(visible_until, key.shape[:2]),)
+        specs += (attention.sequence_spec,)
     check_shardings(names, arrays, specs, attention.mesh)
     found = {
         name: check_per_head(name, values, heads)
         for name, values in per_head.items()
         if values is not None
     }
-    return _decode(attention, schedule, specs, found, query, key, value, positions)
+    return _decode(attention, schedule, specs, found, *arrays)
 
 
 def decode_shards(
@@ -75,8 +87,14 @@ def decode_shards(
     positions: Array,
     sinks: Array | None = None,
     slopes: Array | None = None,
+    visible_until: Array | None = None,
 ) -> Array:
     """`Attention.decode_local`."""
+    ends = None
+    if visible_until is not None:
+        check_trees(schedule.mask, segment_ids=None, slopes=slopes)
+        ends = ends_of_slots(visible_until, key_cache.shape[:2])
+        schedule = for_trees(schedule)
     check_decode(
         query,
         key_cache,
@@ -86,7 +104,8 @@ def decode_shards(
         layout=attention.layout,
         slots=key_cache.shape[1] * attention.degrees.sequence,
     )
-    out, lse = _attend_slots(attention, schedule, query, key_cache, value_cache, positions, slopes)
+    arrays = query, key_cache, value_cache, positions
+    out, lse = _attend_slots(attention, schedule, *arrays, slopes, ends)
     ranks = flat_axis(attention.axes, SEQUENCE_ROLES)
     # Any number would do in its place, so that it needs no gradient.
     highest = collectives.maximum(jax.lax.stop_gradient(lse), ranks)
@@ -149,15 +168,14 @@ def _attend_slots(
     v: ValueShard,
     positions: Int32[Array, "b t"],
     slopes: Float[Array, " n"] | None,
+    ends: Int32[Array, "b s"] | None,
 ) -> tuple[Float32[Array, "b t n v"], LseShard]:
     """Dense attention to those of this device's slots that are visible, all in float32."""
     batch, length, heads, head_dim = q.shape
     slots = _positions_of_slots(attention, k.shape[1]).vector()
-    # Positions are int32, also those beyond the slots.
-    mask = schedule.mask.within(2**31)
     groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
     factor = head_dim**-0.5 if schedule.scale is None else schedule.scale
-    visible = mask.visible(positions[:, :, None], slots[None, None, :])[:, None, None]
+    visible = _visible(attention, schedule, positions, slots, ends)[:, None, None]
     logits, _ = cap_logits(_dot("btkgh,bskh->bkgts", groups, k) * factor, schedule.softcap)
     if slopes is not None:
         far = jnp.abs(positions[:, :, None] - slots[None, None]).astype(jnp.float32)
@@ -177,6 +195,27 @@ def _attend_slots(
     return out, lse.reshape(batch, heads, length)
 
 
+def _visible(
+    attention: Sharded,
+    schedule: Schedule,
+    positions: Int32[Array, "b t"],
+    slots: Int32[Array, " s"],
+    ends: Int32[Array, "b s"] | None,
+) -> Bool[Array, "b t s"]:
+    """Whether each new token sees each of this device's slots."""
+    new, old = positions[:, :, None], slots[None, None, :]
+    # Positions are int32, also those beyond the slots.
+    seen = schedule.mask.within(2**31).visible(new, old)
+    if ends is None:
+        return seen
+    seen &= new < ends[:, None, :]
+    if schedule.near is not None:
+        ranks = flat_axis(attention.axes, SEQUENCE_ROLES)
+        hidden = hidden_between(ends, positions, attention.layout, ranks)
+        seen &= new - old - hidden < schedule.near
+    return seen
+
+
 def _positions_of_slots(attention: Sharded, slots: int) -> Runs:
     """The positions of this device's slots."""
     rank = collectives.index(flat_axis(attention.axes, SEQUENCE_ROLES))
@@ -192,6 +231,7 @@ def _decode_on_device(
     key: Array,
     value: Array,
     positions: Array,
+    visible_until: Array | None = None,
 ) -> Array:
     """`decode_shards`, after a choice of heads where all `kv_heads` lie on every device."""
     degrees, tensor = attention.degrees, attention.axes["tensor"]
@@ -207,7 +247,8 @@ def _decode_on_device(
         name: jax.lax.dynamic_slice_in_dim(values, first, heads)
         for name, values in per_head.items()
     }
-    return decode_shards(attention, schedule, query, key, value, positions, **own)
+    arrays = query, key, value, positions
+    return decode_shards(attention, schedule, *arrays, **own, visible_until=visible_until)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -1,12 +1,14 @@
-"""Rows of trees: what a call requires of `visible_until`."""
+"""Rows of trees: what a call, and `decode`, require of `visible_until`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array, Int32
 
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.errors import InputError, UnsupportedError
@@ -35,13 +37,8 @@ def check_trees(mask: Mask, *, segment_ids: Any, slopes: Any) -> None:
 def int32_ends(attention: Sharded, visible_until: Any, shape: tuple[int, ...]) -> Any:
     """`visible_until` of a call as int32, after all checks that its values allow where they are
     known."""
-    on_host = not isinstance(visible_until, jax.Array)
-    ends = np.asarray(visible_until) if on_host else visible_until
-    if ends.shape != shape or not np.issubdtype(ends.dtype, np.integer):
-        raise InputError(
-            f"visible_until must be integers [batch, seq] = {list(shape)}; got {ends.dtype} "
-            f"{list(ends.shape)}. Give each token the place after the last one that continues it."
-        )
+    way_out = "Give each token the place after the last one that continues it."
+    ends = _integers(visible_until, shape, "[batch, seq]", way_out)
     if (known := known_ends(attention, ends)) is not None:
         check_ends(known)
     return ends.astype(np.int32)
@@ -52,3 +49,27 @@ def known_ends(attention: Sharded, ends: Any) -> np.ndarray | None:
     if isinstance(ends, Tracer) or not getattr(ends, "is_fully_addressable", True):
         return None
     return attention.layout.unpermute(np.asarray(ends), 1)
+
+
+def ends_of_slots(visible_until: Any, shape: tuple[int, ...]) -> Int32[Array, "b s"]:
+    """`visible_until` of `decode` as int32. Its values are not checked, as rows may have grown in
+    any order; those beyond int32 count as the largest."""
+    way_out = (
+        "Give each slot a number beyond the new tokens, or one that is not if they do not see it."
+    )
+    ends = _integers(visible_until, shape, "[batch, slots]", way_out)
+    given, kept = jnp.iinfo(ends.dtype), jnp.iinfo(jnp.int32)
+    if given.min < kept.min or given.max > kept.max:
+        ends = ends.clip(max(given.min, -1), min(given.max, kept.max))
+    return jnp.asarray(ends, jnp.int32)
+
+
+def _integers(values: Any, shape: tuple[int, ...], dimensions: str, way_out: str) -> Any:
+    """An array on the host or of JAX, after the checks of its shape and dtype."""
+    ends = values if isinstance(values, jax.Array) else np.asarray(values)
+    if ends.shape != shape or not np.issubdtype(ends.dtype, np.integer):
+        raise InputError(
+            f"visible_until must be integers {dimensions} = {list(shape)}; got {ends.dtype} "
+            f"{list(ends.shape)}. {way_out}"
+        )
+    return ends
