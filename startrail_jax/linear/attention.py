@@ -316,8 +316,8 @@ class LinearAttention(Sharded):
             of the shape of `initial`.
 
         Raises:
-            ValueError: if shapes do not fit each other or the mesh, or if a slice of a device is
-                shorter than width - 1.
+            ValueError: if shapes do not fit each other or the mesh, or, without
+                `visible_until`, if a slice of a device is shorter than width - 1.
             NotImplementedError: if `visible_until` comes with `initial` or `return_last`.
         """
         check_whole(self.mesh)

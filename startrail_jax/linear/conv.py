@@ -55,7 +55,7 @@ def conv_of_shards(
     # In float32, for the sum of its gradient over devices.
     x, kernel, first, ids = alike(x, kernel.astype(jnp.float32), first, ids)
     here = x.shape[1] // (2 if zigzag else 1)
-    if here < first.shape[1]:
+    if here < first.shape[1] and not levels:
         raise InputError(
             "Each slice of a device must have at least width - 1 tokens; got "
             f"{here}, width={len(kernel)}. Use fewer devices."
