@@ -52,21 +52,11 @@ def gradients(
         do = np.where(here[:, None, None], dout[:, t], 0)
         dq[:, t] = scale * np.einsum("bnkv,bnv->bnk", states[t + 1], do)
         total = ds + scale * np.einsum("bnk,bnv->bnkv", q[:, t], do)
-        decayed, _ = _step(states[t], k[:, t], v[:, t], d[:, t], b[:, t], begins[:, t], delta)
-        e = v[:, t] - (np.einsum("bnkv,bnk->bnv", decayed, k[:, t]) if delta else 0)
-        de = b[:, t, :, None] * np.einsum("bnkv,bnk->bnv", total, k[:, t])
-        db[:, t] = np.einsum("bnk,bnkv,bnv->bn", k[:, t], total, e)
-        dk[:, t] = b[:, t, :, None] * np.einsum("bnkv,bnv->bnk", total, e)
-        dv[:, t], dstate = de, total
-        if delta:
-            dstate = total - np.einsum("bnk,bnv->bnkv", k[:, t], de)
-            dk[:, t] -= np.einsum("bnkv,bnv->bnk", decayed, de)
-        of_channel = (dstate * decayed).sum(-1)
-        dd[:, t] = of_channel if d.ndim == 4 else of_channel.sum(-1)
-        dstate = np.where(begins[:, t, None, None, None], 0, _factor(d[:, t]) * dstate)
+        token = k[:, t], v[:, t], d[:, t], b[:, t], begins[:, t]
+        *of_token, dstate = _step_back(total, states[t], *token, delta)
         ds = np.where(here[:, None, None, None], dstate, ds)
-        for x in (dk, dv, dd, db):
-            x[:, t] = np.where(here.reshape(-1, *[1] * (x.ndim - 2)), x[:, t], 0)
+        for x, y in zip((dk, dv, dd, db), of_token, strict=True):
+            x[:, t] = np.where(here.reshape(-1, *[1] * (x.ndim - 2)), y, 0)
     found = zip((dq, dk, dv, dd, db), arrays, strict=True)
     return Gradients(*[_summed(x, np.shape(like)) for x, like in found], ds)
 
@@ -76,6 +66,22 @@ def _step(state, k, v, d, b, begins, delta):
     decayed = np.where(begins[:, None, None, None], 0, _factor(d) * state)
     e = v - (np.einsum("bnkv,bnk->bnv", decayed, k) if delta else 0)
     return decayed, decayed + np.einsum("bn,bnk,bnv->bnkv", b, k, e)
+
+
+def _step_back(total, state, k, v, d, b, begins, delta):
+    """From the gradient of the state after a token, those of its key, value, decay and beta, and of
+    the state before it."""
+    decayed, _ = _step(state, k, v, d, b, begins, delta)
+    e = v - (np.einsum("bnkv,bnk->bnv", decayed, k) if delta else 0)
+    de = b[:, :, None] * np.einsum("bnkv,bnk->bnv", total, k)
+    db = np.einsum("bnk,bnkv,bnv->bn", k, total, e)
+    dk, dstate = b[:, :, None] * np.einsum("bnkv,bnv->bnk", total, e), total
+    if delta:
+        dstate = total - np.einsum("bnk,bnv->bnkv", k, de)
+        dk -= np.einsum("bnkv,bnv->bnk", decayed, de)
+    of_channel = (dstate * decayed).sum(-1)
+    dd = of_channel if d.ndim == 3 else of_channel.sum(-1)
+    return dk, de, dd, db, np.where(begins[:, None, None, None], 0, _factor(d) * dstate)
 
 
 def _factor(d):
@@ -146,18 +152,10 @@ def tree_gradients(query, key, value, decay, beta, dout, *, delta, scale, parent
     for t in reversed(range(q.shape[1])):
         begins, total = parents[:, t] < 0, dstates[t]
         before = np.where(begins[:, None, None, None], 0, states[parents[:, t], rows])
-        decayed, _ = _step(before, k[:, t], v[:, t], d[:, t], b[:, t], begins, delta)
-        e = v[:, t] - (np.einsum("bnkv,bnk->bnv", decayed, k[:, t]) if delta else 0)
-        de = b[:, t, :, None] * np.einsum("bnkv,bnk->bnv", total, k[:, t])
-        db[:, t] = np.einsum("bnk,bnkv,bnv->bn", k[:, t], total, e)
-        dk[:, t] = b[:, t, :, None] * np.einsum("bnkv,bnv->bnk", total, e)
-        dv[:, t], dstate = de, total
-        if delta:
-            dstate = total - np.einsum("bnk,bnv->bnkv", k[:, t], de)
-            dk[:, t] -= np.einsum("bnkv,bnv->bnk", decayed, de)
-        of_channel = (dstate * decayed).sum(-1)
-        dd[:, t] = of_channel if d.ndim == 4 else of_channel.sum(-1)
-        back = _factor(d[:, t]) * dstate
+        token = k[:, t], v[:, t], d[:, t], b[:, t], begins
+        *of_token, back = _step_back(total, before, *token, delta)
+        for x, y in zip((dk, dv, dd, db), of_token, strict=True):
+            x[:, t] = y
         for row in np.flatnonzero(~begins):
             dstates[parents[row, t], row] += back[row]
     found = [np.where(real.reshape(*real.shape[: x.ndim]), x, 0) for x in (dq, dk, dv, dd, db)]
