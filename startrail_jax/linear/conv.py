@@ -16,8 +16,14 @@ from startrail_jax.calls.sharding import Sharded
 from startrail_jax.devices.axes import flat_axis
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Axis
 from startrail_jax.errors import InputError
-from startrail_jax.linear.forks import Forks, forks_of, in_line, largest
-from startrail_jax.linear.halo import begins, kept, slices_and_before
+from startrail_jax.linear.forks import Forks, forks_of
+from startrail_jax.linear.halo import (
+    begins,
+    kept,
+    numbers_of_slices,
+    of_all_slices,
+    slices_and_before,
+)
 from startrail_jax.linear.on_devices import heads_spec
 from startrail_jax.rings import collectives
 from startrail_jax.xla.varying import alike
@@ -63,7 +69,7 @@ def conv_of_shards(
     x = x if ids is None else kept(ids >= 0, x)
     if levels and ids is not None:
         forks = forks_of(ids, attention.layout, axis, levels)
-        out = conv_of_forks(zigzag, axis, x, kernel, forks)
+        out = conv_of_forks(axis, x, kernel, forks)
     else:
         out = conv_on_device(zigzag, axis, x, kernel, ids, first)
     out = out if ids is None else kept(ids >= 0, out)
@@ -104,7 +110,6 @@ def conv_on_device(
 
 
 def conv_of_forks(
-    zigzag: bool,
     axis: Axis,
     x: Shaped[Array, "b t *m"],
     kernel: Shaped[Array, "w *m"],
@@ -122,7 +127,7 @@ def conv_of_forks(
     )
     before = flat[:, :, :0]
     if extra:
-        before = _tails_before(zigzag, axis, flat, places, ends, forks.open_ends, extra)
+        before = _tails_before(axis, flat, places, ends, forks, extra)
     # Where the token before each one is: first the tails of all slots, then the tokens, then none.
     size, first = places.shape[2], levels * extra
     none = first + size
@@ -151,29 +156,22 @@ def conv_of_forks(
 
 
 def _tails_before(
-    zigzag: bool,
     axis: Axis,
     x: Shaped[Array, "b s t c"],
     places: Int32[Array, "b s t"],
     ends: Int32[Array, "b s t"],
-    open_ends: Int32[Array, "b s d"],
+    forks: Forks,
     extra: int,
 ) -> Shaped[Array, "b s de c"]:
     """The last tokens of each slot before each slice, the last one first, and zeros for none."""
+    open_ends, own, spine = forks.open_ends, forks.left_open, forks.left_open_by_all
     b, slices, levels = open_ends.shape
-    after = places[..., -1:] + 1
     # Of each slice, the last tokens of the branch to each node that is still seen.
-    spine = jnp.stack(largest(ends, ends > after, levels), -1)
-    on = (ends[:, :, None] >= spine[..., None]) & (spine[..., None] >= 0)
-    tails, at = _last_of(x[:, :, None], places[:, :, None], on, extra)
-    tails, at, spine = (
-        in_line(collectives.gather(y[None], axis, 0), zigzag=zigzag) for y in (tails, at, spine)
-    )
+    on = (ends[:, :, None] >= own[..., None]) & (own[..., None] >= 0)
+    found = _last_of(x[:, :, None], places[:, :, None], on, extra)
+    tails, at = (of_all_slices(y, axis) for y in found)
     # Of each slot and each slice before, the branch to the innermost node that holds the slot.
-    every = spine.shape[0]
-    n, p = axis.degree, collectives.index(axis)
-    number = jnp.stack([jnp.asarray(p), 2 * n - 1 - p][:slices])
-    earlier = jnp.arange(every)[None] < number[:, None]
+    earlier = jnp.arange(len(spine))[None] < numbers_of_slices(axis, slices)[:, None]
     seen = spine[:, :, None, None] >= jnp.where(open_ends < 0, _MOST, open_ends)[None, ..., None]
     innermost = seen & ~jnp.pad(seen[..., 1:], [(0, 0)] * 4 + [(0, 1)])
     innermost &= earlier.T[:, None, :, None, None]  # [all slices, b, s, d, levels]

@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from startrail_jax.devices.degrees import Axis
+from startrail_jax.linear.halo import numbers_of_slices, of_all_slices
 from startrail_jax.linear.rules import Chunk, StateRule, dot, inverse
 from startrail_jax.rings import collectives
 from startrail_jax.tokens.layout import Layout
@@ -44,6 +45,10 @@ class Forks(NamedTuple):
     """1 where a slot begins, else 0."""
     open_ends: Int32[Array, "b s d"]
     """Ends of the slots before each slice of the device; -1 for one that has not begun."""
+    left_open: Int32[Array, "b s d"]
+    """The different ends of tokens of each slice that lie behind it, the largest first, and -1."""
+    left_open_by_all: Int32[Array, "n b d"]
+    """The same of the slices of all devices, in natural order."""
     nan: Float32[Array, ""]
     """NaN if a row of this data shard needs more slots than there are, else 0."""
 
@@ -55,24 +60,23 @@ class Forks(NamedTuple):
 
 def forks_of(ends: Int32[Array, "b t"], layout: Layout, axis: Axis, levels: int) -> Forks:
     """The `Forks` of this device's tokens, from their `visible_until`."""
-    zigzag = layout.kind == "zigzag"
-    slices = 2 if zigzag else 1
+    slices = 2 if layout.kind == "zigzag" else 1
     rows, tokens = ends.shape
-    length, n, p = tokens * layout.degree, axis.degree, collectives.index(axis)
-    places = layout.unit_positions(length, p, 1).vector().reshape(1, slices, -1)
+    length = tokens * layout.degree
+    places = layout.unit_positions(length, collectives.index(axis), 1).vector()
+    places = places.reshape(1, slices, -1)
     size = places.shape[2]
     ends = jnp.where(ends < 0, 0, ends).reshape(rows, slices, size)
     real = ends > places
     after = places[..., -1:] + 1
     # One more than there are slots, which says whether they do.
-    still = jnp.stack(largest(ends, ends > after, levels + 1), -1)
-    line = in_line(collectives.gather(still[None], axis, 0), zigzag=zigzag)
-    number = jnp.stack([jnp.asarray(p), 2 * n - 1 - p][:slices])
-    before = jnp.arange(slices * n)[None] < number[:, None]
-    line = jnp.moveaxis(line, 0, 1)[:, None]  # [b, 1, all slices, levels + 1]
+    still = _largest(ends, ends > after, levels + 1)
+    by_all = of_all_slices(still, axis)
+    before = jnp.arange(len(by_all))[None] < numbers_of_slices(axis, slices)[:, None]
+    line = jnp.moveaxis(by_all, 0, 1)[:, None]  # [b, 1, all slices, levels + 1]
     seen = (line > places[:, :, :1, None]) & before[None, :, :, None]
     flat = jnp.broadcast_to(line, seen.shape).reshape(rows, slices, -1)
-    every = jnp.stack(largest(flat, seen.reshape(flat.shape), levels + 1), -1)
+    every = _largest(flat, seen.reshape(flat.shape), levels + 1)
     open_ends, too_many = every[..., :levels], (every[..., levels] >= 0).any()
     # A slot begins at the first token with its end.
     row = np.arange(rows)[:, None, None], np.arange(slices)[None, :, None]
@@ -96,22 +100,21 @@ def forks_of(ends: Int32[Array, "b t"], layout: Layout, axis: Axis, levels: int)
         for x in (places, ends, slots, fresh.astype(jnp.int32))
     )
     deep = collectives.gather(deep.astype(jnp.int32)[None], axis, 0).any()
-    return Forks(places, ends, slots, begins, open_ends, jnp.where(deep, jnp.nan, 0.0))
+    nan = jnp.where(deep, jnp.nan, 0.0)
+    still, by_all = still[..., :levels], by_all[..., :levels]
+    return Forks(places, ends, slots, begins, open_ends, still, by_all, nan)
 
 
-def in_line(x: Array, *, zigzag: bool) -> Array:
-    """Arrays [devices, b, slices, ...] as [slices of all devices, b, ...], in natural order."""
-    return jnp.concatenate([x[:, :, 0], x[::-1, :, 1]]) if zigzag else x[:, :, 0]
-
-
-def largest(x: Int32[Array, "*m t"], mask: Bool[Array, "*m t"], count: int) -> list[Array]:
+def _largest(
+    x: Int32[Array, "*m t"], mask: Bool[Array, "*m t"], count: int
+) -> Int32[Array, "*m n"]:
     """The largest different numbers where a mask holds, in order, and -1 for each missing."""
     found: list[Array] = []
     for _ in range(count):
         x = jnp.where(mask, x, -1)
         found.append(x.max(-1))
         mask = x < found[-1][..., None]
-    return found
+    return jnp.stack(found, -1)
 
 
 class ForkTerms(NamedTuple):
@@ -144,6 +147,11 @@ class Forked(StateRule):
     back: bool = False
     """Whether maps take gradients from the end to the beginning: then a slot gets what all slots
     give it that come from it."""
+
+    @property
+    def by_channel(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the rule."""
+        return self.rule.by_channel
 
     @property
     def adjoint(self) -> Forked:

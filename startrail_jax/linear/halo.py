@@ -70,13 +70,24 @@ def begins(ids: Int32[Array, "*m t"], before: Int32[Array, "*m"]) -> Bool[Array,
 def ids_before(ids: Int32[Array, "b t"], axis: Axis, *, zigzag: bool) -> Int32[Array, "b s"]:
     """The id of the last token before each slice of a device that is no padding, and -1 if there is
     none. Padding may fill whole slices, so all devices send each other one id of each slice."""
-    n, p = axis.degree, collectives.index(axis)
     slices = ids.reshape(ids.shape[0], 2 if zigzag else 1, -1)
-    every = collectives.gather(_last_up_to(slices)[None, ..., -1], axis, 0)
-    line = jnp.concatenate([every[..., 0], every[::-1, :, 1]]) if zigzag else every[..., 0]
+    line = of_all_slices(_last_up_to(slices)[..., -1], axis)
     line = _last_up_to(jnp.pad(line, [(1, 0), (0, 0)], constant_values=-1).swapaxes(0, 1))
-    numbers = [p, 2 * n - 1 - p] if zigzag else [p]
-    return jnp.stack([jnp.take(line, number, axis=1) for number in numbers], 1)
+    return jnp.take(line, numbers_of_slices(axis, slices.shape[1]), axis=1)
+
+
+def of_all_slices(x: Shaped[Array, "b s *m"], axis: Axis) -> Shaped[Array, "n b *m"]:
+    """What the slices of all devices have, gathered, in natural order."""
+    every = collectives.gather(x[None], axis, 0)
+    if x.shape[1] == 1:
+        return every[:, :, 0]
+    return jnp.concatenate([every[:, :, 0], every[::-1, :, 1]])
+
+
+def numbers_of_slices(axis: Axis, count: int) -> Int32[Array, " s"]:
+    """The numbers of the one or two slices of this device, among those of all."""
+    p = jnp.asarray(collectives.index(axis), jnp.int32)
+    return jnp.stack([p, 2 * axis.degree - 1 - p][:count])
 
 
 def _last_up_to(ids: Int32[Array, "*m t"]) -> Int32[Array, "*m t"]:
