@@ -45,7 +45,7 @@ from startrail_jax.linear.on_devices import (
 )
 from startrail_jax.linear.rules import RULES, StateRule
 from startrail_jax.linear.scan import Line
-from startrail_jax.linear.sizes import CHUNK, FORKED_CHUNK, LayerSizes, StateSizes
+from startrail_jax.linear.sizes import LayerSizes, StateSizes
 from startrail_jax.linear.vjp import BLOCKS
 from startrail_jax.traffic.cost import Communication
 
@@ -506,8 +506,7 @@ class LinearAttention(Sharded):
         if not levels:
             return LinearCall(line, here, scale, packed, self.backend)
         line = dataclasses.replace(line, rule=Forked(self.rule, levels))
-        chunk = FORKED_CHUNK if self.rule.by_channel else CHUNK
-        return LinearCall(line, here, scale, packed, self.backend, levels, chunk)
+        return LinearCall(line, here, scale, packed, self.backend, levels)
 
     def _scale(self, key_dim: int) -> float:
         default = key_dim**-0.5 if self.rule.delta else 1.0

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from startrail_jax.linear.rules import Map, StateRule
 from startrail_jax.linear.scan import Line
-from startrail_jax.linear.sizes import CHUNK
+from startrail_jax.linear.sizes import longest_chunk
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,15 @@ class LinearCall:
     """A key of `startrail_jax.linear.vjp.BLOCKS`."""
     levels: int = 0
     """Slots of a row, if rows are trees (see `forks.py`), whose rule then is `Forked`; else 0."""
-    chunk: int = CHUNK
-    """Tokens of a chunk, at most."""
 
     @property
     def rule(self) -> StateRule:
         return self.line.rule
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk, at most."""
+        return longest_chunk(self.rule.by_channel, self.levels)
 
 
 @dataclass(frozen=True, kw_only=True)

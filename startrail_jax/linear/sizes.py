@@ -18,6 +18,11 @@ AT_ONCE = 512
 """Chunks that the last step of the backward pass works on at once, counted for all heads."""
 
 
+def longest_chunk(by_channel: bool, levels: int) -> int:
+    """Tokens of a chunk, at most, of a rule in rows of trees with so many levels; 0 for none."""
+    return FORKED_CHUNK if by_channel and levels else CHUNK
+
+
 @dataclass(frozen=True)
 class Cut:
     """How the tokens of a slice are cut: groups of chunks."""
@@ -124,7 +129,7 @@ class LayerSizes(StateSizes):
     @property
     def backward_bytes(self) -> int:
         """The same for the backward pass, within 15 %: it keeps states of some chunks at a time."""
-        groups = self._cut.at_once(self.batch * self.slices * self.heads)
+        groups = self._cut.at_once(self.batch * self.slices * self.heads * max(self.levels, 1))
         at_once = groups * self.slices * self._cut.chunks * self.state_bytes
         return 2 * self.input_bytes + 2 * at_once
 
@@ -136,7 +141,8 @@ class LayerSizes(StateSizes):
 
     @property
     def _cut(self) -> Cut:
-        return Cut.of(self.tokens // self.slices)
+        chunk = longest_chunk(self.rule.by_channel, self.levels)
+        return Cut.of(self.tokens // self.slices, chunk)
 
     @property
     def _groups(self) -> int:
