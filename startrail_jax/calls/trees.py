@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,21 +35,19 @@ def check_trees(mask: Mask, *, segment_ids: Any, slopes: Any) -> None:
         )
 
 
-def int32_ends(attention: Sharded, visible_until: Any, shape: tuple[int, ...]) -> Any:
-    """`visible_until` of a call as int32, after all checks that its values allow where they are
-    known."""
+def int32_ends(
+    attention: Sharded,
+    visible_until: Any,
+    shape: tuple[int, ...],
+    check: Callable[[np.ndarray], Any] = check_ends,
+) -> Any:
+    """`visible_until` of a call as int32, after a check of its values, in natural order, where they
+    are known."""
     way_out = "Give each token the place after the last one that continues it."
     ends = _integers(visible_until, shape, "[batch, seq]", way_out)
-    if (known := known_ends(attention, ends)) is not None:
-        check_ends(known)
+    if not isinstance(ends, Tracer) and getattr(ends, "is_fully_addressable", True):
+        check(attention.layout.unpermute(np.asarray(ends), 1))
     return ends.astype(np.int32)
-
-
-def known_ends(attention: Sharded, ends: Any) -> np.ndarray | None:
-    """`visible_until` on the host in natural order, if its values are known here."""
-    if isinstance(ends, Tracer) or not getattr(ends, "is_fully_addressable", True):
-        return None
-    return attention.layout.unpermute(np.asarray(ends), 1)
 
 
 def ends_of_slots(visible_until: Any, shape: tuple[int, ...]) -> Int32[Array, "b s"]:

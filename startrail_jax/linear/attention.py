@@ -24,12 +24,10 @@ from startrail_jax.errors import InputError
 from startrail_jax.linear.block import LinearCall
 from startrail_jax.linear.checks import (
     check_conv,
-    check_forks,
     check_inputs,
     check_rows,
     check_state_heads,
-    ends_of_levels,
-    int32_segments,
+    ids_of_call,
 )
 from startrail_jax.linear.conv import conv_of_all, conv_of_shards, run_conv
 from startrail_jax.linear.cost import communication_of_states
@@ -175,13 +173,9 @@ class LinearAttention(Sharded):
         """
         check_whole(self.mesh)
         check_static(return_state=return_state, levels=levels)
-        if visible_until is None:
-            levels, ids = 0, int32_segments(self, segment_ids)
-        else:
-            check_forks(
-                self.rule, segment_ids, initial_state=initial_state, return_state=return_state
-            )
-            ids = ends_of_levels(self, visible_until, jnp.shape(query)[:2], levels)
+        states = {"initial_state": initial_state, "return_state": return_state}
+        documents = segment_ids, visible_until, levels, jnp.shape(query)[:2]
+        levels, ids = ids_of_call(self, self.rule, *documents, **states)
         given = (query, key, value, decay, beta, initial_state)
         arrays = [*(None if x is None else jnp.asarray(x) for x in given), ids]
         heads = check_inputs(self, self.rule, arrays)
@@ -224,13 +218,9 @@ class LinearAttention(Sharded):
             As a call, of this device's tokens and heads.
         """
         given = (query, key, value, decay, beta)
-        if visible_until is None:
-            levels, ids = 0, self.mark_padding(segment_ids)
-        else:
-            check_forks(
-                self.rule, segment_ids, initial_state=initial_state, return_state=return_state
-            )
-            ids = visible_until
+        states = {"initial_state": initial_state, "return_state": return_state}
+        documents = segment_ids, visible_until, levels, None
+        levels, ids = ids_of_call(self, self.rule, *documents, **states)
         counts, call = self._call_of_shards(given, packed=ids is not None, levels=levels)
         arrays = (*given, initial_state, ids)
         out, last = on_device(self, call, counts, return_state, *arrays)
@@ -324,11 +314,9 @@ class LinearAttention(Sharded):
         check_static(return_last=return_last, levels=levels)
         x, kernel = jnp.asarray(x), jnp.asarray(kernel)
         first = check_conv(x, kernel, initial)
-        if visible_until is None:
-            levels, ids = 0, int32_segments(self, segment_ids)
-        else:
-            check_forks(self.rule, segment_ids, initial=initial, return_last=return_last)
-            ids = ends_of_levels(self, visible_until, x.shape[:2], levels)
+        inputs = {"initial": initial, "return_last": return_last}
+        documents = segment_ids, visible_until, levels, x.shape[:2]
+        levels, ids = ids_of_call(self, self.rule, *documents, **inputs)
         check_rows(self, x.shape[:2], ids)
         out, last = run_conv(self, return_last, levels, x, kernel, first, ids)
         return (out, last) if return_last else out
@@ -345,11 +333,8 @@ class LinearAttention(Sharded):
     ) -> Any:
         """Computes one device's part of `causal_conv`, as `local` does that of a call."""
         first = check_conv(x, kernel, None)
-        if visible_until is None:
-            levels, ids = 0, self.mark_padding(segment_ids)
-        else:
-            check_forks(self.rule, segment_ids, return_last=return_last)
-            ids = visible_until
+        documents = segment_ids, visible_until, levels, None
+        levels, ids = ids_of_call(self, self.rule, *documents, return_last=return_last)
         out, last = conv_of_shards(self, return_last, levels, x, kernel, first, ids)
         return (out, last) if return_last else out
 

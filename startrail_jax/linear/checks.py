@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from startrail_jax.calls.sharding import Sharded, int32_ids
-from startrail_jax.calls.trees import BOTH_IDS, int32_ends, known_ends
+from startrail_jax.calls.trees import BOTH_IDS, int32_ends
 from startrail_jax.calls.validation import DTYPES
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import Degrees
@@ -91,17 +92,46 @@ def check_rows(attention: Sharded, shape: tuple[int, ...], ids: Array | None) ->
     attention.layout.check_length(shape[1])
 
 
-def int32_segments(attention: Sharded, segment_ids: Any) -> Array | None:
-    """Segment ids as int32, with padding negative."""
-    if segment_ids is None:
-        return None
-    return jnp.asarray(int32_ids(attention.mark_padding(segment_ids)))
+def ids_of_call(
+    attention: Sharded,
+    rule: StateRule,
+    segment_ids: Any,
+    visible_until: Any,
+    levels: Any,
+    shape: tuple[int, ...] | None,
+    **others: Any,
+) -> tuple[int, Any]:
+    """The levels of a call, 0 for documents, and its segment ids or `visible_until`, after all
+    checks. `shape` is that of whole rows; None for shards, whose values are not checked. `others`
+    are arguments of the call that do not go with trees."""
+    if visible_until is None:
+        marked = attention.mark_padding(segment_ids)
+        if shape is None or marked is None:
+            return 0, marked
+        return 0, jnp.asarray(int32_ids(marked))
+    _check_forks(rule, segment_ids, levels, others)
+    if shape is None:
+        return levels, visible_until
+
+    def check(ends: np.ndarray) -> None:
+        if (needed := branch_levels(ends)) > levels:
+            raise InputError(
+                "levels must be at least startrail_jax.branch_levels(visible_until) = "
+                f"{needed}; got levels={levels}."
+            )
+
+    return levels, jnp.asarray(int32_ends(attention, visible_until, shape, check))
 
 
-def check_forks(rule: StateRule, segment_ids: Any, **others: Any) -> None:
+def _check_forks(rule: StateRule, segment_ids: Any, levels: Any, others: dict[str, Any]) -> None:
     """Raises unless rows of trees go with the rule and with what else a call is given."""
     if segment_ids is not None:
         raise InputError(BOTH_IDS)
+    if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
+        raise InputError(
+            f"levels must be a positive integer; got levels={levels!r}. Pass "
+            "startrail_jax.branch_levels(visible_until)."
+        )
     for name, given in others.items():
         if given is not None and given is not False:
             raise UnsupportedError(
@@ -112,24 +142,6 @@ def check_forks(rule: StateRule, segment_ids: Any, **others: Any) -> None:
         raise UnsupportedError(
             f"visible_until goes with the rules {(*RULES,)}; got rule={rule!r}. Use segment_ids."
         )
-
-
-def ends_of_levels(
-    attention: Sharded, visible_until: Any, shape: tuple[int, ...], levels: Any
-) -> Array:
-    """`visible_until` of a call as int32, after all checks."""
-    if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
-        raise InputError(
-            f"levels must be a positive integer; got levels={levels!r}. Pass "
-            "startrail_jax.branch_levels(visible_until)."
-        )
-    ends = int32_ends(attention, visible_until, shape)
-    if (known := known_ends(attention, ends)) is not None and branch_levels(known) > levels:
-        raise InputError(
-            "levels must be at least startrail_jax.branch_levels(visible_until) = "
-            f"{branch_levels(known)}; got levels={levels}."
-        )
-    return jnp.asarray(ends)
 
 
 def check_served(attention: Sharded, call: LinearCall, value: Array, key_dim: int) -> None:

@@ -314,6 +314,25 @@ def test_what_does_not_go_with_forks_raises(name):
             attention.causal_conv(x, x[0, :2], **{"visible_until": GOOD, **given})
 
 
+def test_levels_are_checked_in_local_calls_too():
+    """Without levels, ends would be taken for ids of documents."""
+    attention = attention_on(st.Degrees(), "gated_delta")
+    x = jnp.zeros((1, 8, 1, 2))
+    with pytest.raises(InputError, match="levels must be a positive integer"):
+        attention.local(x, x, x, visible_until=jnp.asarray(GOOD), levels=0)
+    with pytest.raises(InputError, match="levels must be a positive integer"):
+        attention.conv_local(x, x[0, :2], visible_until=jnp.asarray(GOOD), levels=0)
+
+
+@pytest.mark.parametrize(("rule", "groups"), [("gated_delta", 4), ("kda", 16)])
+def test_what_explain_says_of_memory_counts_levels(rule, groups):
+    """A group keeps two states, their factors and origins; groups over trees are shorter if each
+    channel has its decay."""
+    attention = attention_on(st.Degrees(), rule)
+    found = attention.explain(seq_len=8192, heads=2, key_dim=8, value_dim=8, levels=2)
+    assert found.sizes.kept_bytes == groups * 2 * 4 * (2 * 8 * 8 + 2 * 8 * 8 + 2 * 2)
+
+
 def test_forks_need_a_rule_and_kernels_that_know_them():
     x = np.zeros((1, 8, 1, 2), np.float32)
     with pytest.raises(UnsupportedError, match="goes with the rules"):
