@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from startrail_jax.errors import InputError
+from startrail_jax.tokens.trees import branch_positions
 from startrail_jax.values import is_whole, whole
 
 
@@ -77,6 +78,22 @@ class DocumentCost:
             total += layers * (near * (near + 1) // 2 + (lengths - near) * near)
         return total / len(self.windows)
 
+    def tree_pairs(self, visible_until: np.ndarray) -> np.ndarray:
+        """Visible pairs of rows of trees, as the mean over the layers: the `pairs` of `parts`.
+
+        Args:
+            visible_until: integers [batch, seq] in natural order, as `Attention` takes them.
+
+        Returns:
+            float64 [batch].
+
+        Raises:
+            ValueError: if a row is not a tree.
+        """
+        before = branch_positions(visible_until).astype(np.int64)
+        pairs = self.visible_pairs(before + 1) - self.visible_pairs(before)
+        return np.where(np.asarray(visible_until) >= 0, pairs, 0).sum(1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPart:
@@ -96,6 +113,7 @@ def parts(
     share: int,
     cost: DocumentCost | None = None,
     degrees: Sequence[int] | None = None,
+    pairs: Sequence[float] | np.ndarray | None = None,
 ) -> list[BatchPart]:
     """The parts of one step of these documents.
 
@@ -109,6 +127,8 @@ def parts(
         cost: the time of tokens and pairs; None for the default.
         degrees: values that c may take, divisors of P; by default all divisors. Each value is one
             program to compile.
+        pairs: visible pairs of each document, if some are trees, which have fewer than texts of
+            their length: `DocumentCost.tree_pairs`. By default, `cost.visible_pairs(lengths)`.
 
     Returns:
         Parts in order of c. Every document that has tokens is in one row of one part.
@@ -118,7 +138,7 @@ def parts(
     """
     layout = _Assignment(devices, share, DocumentCost() if cost is None else cost, degrees)
     lengths = layout.checked(lengths)
-    return layout.parts(lengths, np.arange(len(lengths)))
+    return layout.parts(lengths, np.arange(len(lengths)), layout.checked_pairs(pairs, lengths))
 
 
 class _Document(NamedTuple):
@@ -195,11 +215,23 @@ class _Assignment:
             )
         return found
 
-    def parts(self, lengths: np.ndarray, numbers: np.ndarray) -> list[BatchPart]:
+    def checked_pairs(self, pairs: Any, lengths: np.ndarray) -> np.ndarray:
+        """The visible pairs of each document."""
+        if pairs is None:
+            return self.cost.visible_pairs(lengths)
+        found = np.asarray(pairs)
+        if found.shape != lengths.shape or found.dtype.kind not in "iuf" or not (found >= 0).all():
+            raise InputError(
+                "pairs must be numbers from 0 on, the visible pairs of each of the "
+                f"{len(lengths)} documents; got {found.dtype} {list(found.shape)}. Leave them out "
+                "for texts."
+            )
+        return found.astype(np.float64)
+
+    def parts(self, lengths: np.ndarray, numbers: np.ndarray, pairs: np.ndarray) -> list[BatchPart]:
         """The parts of these documents, of those with tokens."""
         numbers = numbers[lengths[numbers] > 0]
-        tokens = lengths[numbers]
-        columns = -tokens, numbers, self.cost.visible_pairs(tokens)
+        columns = -lengths[numbers], numbers, pairs[numbers]
         documents = sorted(map(_Document._make, zip(*(x.tolist() for x in columns), strict=True)))
         return [
             BatchPart(c=c, rows=tuple(tuple(x.number for x in row) for row in rows))
@@ -306,6 +338,7 @@ class PartStream(Iterator[list[BatchPart]]):
         cost: DocumentCost | None = None,
         degrees: Sequence[int] | None = None,
         epochs: Callable[[int], np.ndarray] | None = None,
+        pairs: Callable[[DocumentCost], np.ndarray] | None = None,
     ) -> None:
         """Starts at the first step. A window is assigned when its first step is requested.
 
@@ -330,6 +363,7 @@ class PartStream(Iterator[list[BatchPart]]):
         assignment = _Assignment(devices, share, cost, degrees)
         self._lengths = assignment.checked(lengths)
         self._epochs = epochs or self._all_documents
+        self._pairs = pairs or (lambda cost: cost.visible_pairs(self._lengths))
         if not np.count_nonzero(self._lengths):
             raise InputError(
                 "Some document must have a token; got documents of the lengths "
@@ -396,7 +430,8 @@ class PartStream(Iterator[list[BatchPart]]):
             DocumentCost(**{**settings["cost"], "windows": tuple(settings["cost"]["windows"])}),
             settings["degrees"],
         )
-        parts = assignment.parts(self._lengths, numbers)
+        pairs = assignment.checked_pairs(self._pairs(assignment.cost), self._lengths)
+        parts = assignment.parts(self._lengths, numbers, pairs)
         order = shuffled(len(parts), self.order["seed"], self.epoch, self._window)
         groups = np.array_split(order, -(-len(parts) // settings["parts_per_step"]))
         return [[parts[i] for i in sorted(group)] for group in groups]
@@ -490,6 +525,7 @@ def summary(
     *,
     share: int,
     cost: DocumentCost | None = None,
+    pairs: Sequence[float] | np.ndarray | None = None,
 ) -> PartSummary:
     """Tokens, padding and time of steps.
 
@@ -499,21 +535,22 @@ def summary(
         devices: as for `parts`.
         share: as for `parts`.
         cost: as for `parts`.
+        pairs: as for `parts`.
     """
-    cost = DocumentCost() if cost is None else cost
+    assignment = _Assignment(devices, share, DocumentCost() if cost is None else cost, None)
     lengths = np.asarray(lengths, np.int64)
+    seen, cost = assignment.checked_pairs(pairs, lengths), assignment.cost
     tokens = alone = 0
     work = seconds = hops = 0.0
     count: Counter[int] = Counter()
     for part in itertools.chain.from_iterable(steps):
         count[part.c] += 1
-        rows = [lengths[list(row)] for row in part.rows]
-        pairs = [float(cost.visible_pairs(n).sum()) for n in rows]
-        of_part = sum(int(n.sum()) for n in rows)
+        of_rows = [float(seen[list(row)].sum()) for row in part.rows]
+        of_part = sum(int(lengths[list(row)].sum()) for row in part.rows)
         tokens += of_part
         alone += of_part if part.c == 1 else 0
-        work += cost.token * share + cost.pair * sum(pairs) / devices
-        seconds += cost.token * share + cost.pair * max(pairs) / part.c
+        work += cost.token * share + cost.pair * sum(of_rows) / devices
+        seconds += cost.token * share + cost.pair * max(of_rows) / part.c
         hops += cost.hop * share * (part.c - 1)
     return PartSummary(
         tokens=tokens,

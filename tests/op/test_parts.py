@@ -163,6 +163,34 @@ def test_pairs_of_a_window_are_those_that_are_visible():
         assert found == pytest.approx(np.sum(seen) / 3)
 
 
+@pytest.mark.parametrize("windows", [(None,), (3,), (None, 4, 4)])
+def test_pairs_of_trees_are_those_that_are_visible(windows):
+    """Counted in the mask written out, where a window counts tokens of a branch."""
+    ends = np.array([[12, 12, 12, 12, 12, 7, 7, 10, 9, 10, 12, 12, 15, 14, 15, -1]])
+    place = np.arange(16)
+    seen = (place[:, None] >= place) & (place[:, None] < ends)
+    seen &= ends.T >= 0
+    at = seen.sum(1)
+    counted = [(seen & (at[:, None] - at < (window or 99))).sum() for window in windows]
+    np.testing.assert_allclose(DocumentCost(windows=windows).tree_pairs(ends), np.mean(counted))
+
+
+def test_trees_are_divided_by_what_they_see():
+    """A group of 8 answers takes less than a text of its length, so the texts are apart."""
+    group = np.concatenate([np.full(40, 104), np.repeat(np.arange(48, 105, 8), 8)])[None]
+    cost, lengths = DocumentCost(pair=1.0), [104, 104, 104, 104]
+    (tree,), (text, *_) = cost.tree_pairs(group), cost.visible_pairs(np.array(lengths))
+    assert tree < 0.7 * text
+    seen = [text, tree, text, tree]
+    options = {"share": 208, "cost": cost, "degrees": [1]}
+    (part,) = st.parts(lengths, 2, pairs=seen, **options)
+    assert sorted(sorted(row) for row in part.rows) in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
+    (step,) = [next(PartStream(lengths, 2, parts_per_step=1, pairs=lambda _: seen, **options))]
+    assert step == [part]
+    assert summary([step], lengths, 2, share=208, cost=cost, pairs=seen).balance == 1
+    assert summary([step], lengths, 2, share=208, cost=cost).seconds == 208 + 2 * text
+
+
 @pytest.mark.parametrize("devices", [8, 16, 64])
 def test_published_lengths_leave_little_padding_and_equal_work(devices):
     lengths = published_lengths(4096)
@@ -221,6 +249,8 @@ def test_one_document_alone_is_served():
         ({"degrees": 3}, "degrees=[3]"),
         ({"degrees": [1, 2.0]}, "degrees=[1, 2.0]"),
         ({"cost": {}}, "cost={}"),
+        ({"pairs": [1.0, 2.0]}, "each of the 1 documents; got float64 [2]"),
+        ({"pairs": [-1.0]}, "numbers from 0 on"),
     ],
 )
 def test_what_cannot_be_assigned_is_refused(given, named):
@@ -374,9 +404,9 @@ def test_a_state_of_another_series_is_refused():
 def test_windows_are_assigned_when_they_are_reached(monkeypatch):
     assigned, parts = [], documents._Assignment.parts
 
-    def recorded(self, lengths, numbers):
+    def recorded(self, lengths, numbers, pairs):
         assigned.append(len(numbers))
-        return parts(self, lengths, numbers)
+        return parts(self, lengths, numbers, pairs)
 
     monkeypatch.setattr(documents._Assignment, "parts", recorded)
     lengths = published_lengths(1_000_000)
