@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from models.config import GPTConfig
 from models.hooks import Hooks
 from models.layers import (
     AttentionFn,
+    Documents,
     MakeNorm,
     NormOverHeads,
     biased,
@@ -98,9 +99,9 @@ class GPTAttention(nnx.Module):
             out = opened.astype(out.dtype)
         return self.out(out), kv_cache
 
-    def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedAttentionFn:
+    def uncached(self, documents: Documents) -> CachedAttentionFn:
         """The model's attention callable, with None in the place of a cache."""
-        attention_fn = functools.partial(self.attention_fn, segment_ids=segment_ids)
+        attention_fn = functools.partial(self.attention_fn, **documents)
         return lambda *arrays, **options: (attention_fn(*arrays, **options), None)
 
 

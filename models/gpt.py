@@ -36,6 +36,7 @@ from models.hooks import Hooks
 from models.layers import (
     MLP,
     AttentionFn,
+    Documents,
     MakeNorm,
     biased,
     projected,
@@ -97,8 +98,9 @@ class GPT(nnx.Module):
         Args:
             config: sizes and options. `attention_fn` must apply the soft cap, the scale, and the
                 window if all layers have the same.
-            attention_fn: causal attention; called with `segment_ids` by keyword, and with
-                `local_window_size` and `sinks` where a layer has them.
+            attention_fn: causal attention; called with `segment_ids` by keyword, or with
+                `visible_until` if the model is, and with `local_window_size` and `sinks` where a
+                layer has them.
             windows: the number of keys that a query sees in each layer, its own included, in place
                 of the windows of the config: the list repeats. None for the config's, unless
                 `attention_fn` has the only one.
@@ -159,6 +161,8 @@ class GPT(nnx.Module):
         tokens: Int32[Array, "B T"],
         positions: Int32[Array, "B T"],
         segment_ids: Int32[Array, "B T"] | None = None,
+        *,
+        visible_until: Int32[Array, "B T"] | None = None,
     ) -> Float32[Array, "B T vocab"]:
         """Logits of the token that follows each token.
 
@@ -167,11 +171,14 @@ class GPT(nnx.Module):
             positions: position of each token in its sequence, or in its document.
             segment_ids: number of the document of each token, which sees only its own document.
                 None means that each row is one document.
+            visible_until: in place of segment ids, for rows of texts with shared beginnings: the
+                place after the last token that continues each token, as `startrail_jax.Attention`
+                takes it. Positions then are those of `startrail_jax.branch_positions`.
 
         Returns:
             Unnormalised log-probabilities, in the order of `tokens`.
         """
-        return self.logits(self.hidden(tokens, positions, segment_ids))
+        return self.logits(self.hidden(tokens, positions, segment_ids, visible_until=visible_until))
 
     def hidden(
         self,
@@ -179,10 +186,13 @@ class GPT(nnx.Module):
         positions: Int32[Array, "B T"],
         segment_ids: Int32[Array, "B T"] | None = None,
         experts: Integer[Array, "B T layers k"] | None = None,
+        *,
+        visible_until: Int32[Array, "B T"] | None = None,
     ) -> Float[Array, "B T width"]:
         """The input of `logits`: the last layer's output, normalised. Arguments as
         `hidden_and_added`."""
-        return self.hidden_and_added(tokens, positions, segment_ids, experts=experts)[0]
+        options = {"experts": experts, "visible_until": visible_until}
+        return self.hidden_and_added(tokens, positions, segment_ids, **options)[0]
 
     def hidden_and_added(
         self,
@@ -191,11 +201,13 @@ class GPT(nnx.Module):
         segment_ids: Int32[Array, "B T"] | None = None,
         token_weights: Float32[Array, "B T"] | None = None,
         experts: Integer[Array, "B T layers k"] | None = None,
+        *,
+        visible_until: Int32[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T width"], Added | None]:
         """`hidden`, and the losses of layers of experts; None without such layers.
 
         Args:
-            tokens, positions, segment_ids: as in `__call__`.
+            tokens, positions, segment_ids, visible_until: as in `__call__`.
             token_weights: weight of the loss of each token; None for 1. Tokens of weight 0 are no
                 part of the balance of experts.
             experts: the experts of each token in each layer that has experts, from the first such
@@ -208,17 +220,20 @@ class GPT(nnx.Module):
             weights: Any,
             x: Array,
             rotation: Rotation,
-            segment_ids: Array | None,
+            documents: Documents,
             token_weights: Array | None,
             experts: Any,
         ) -> tuple[Array, Added | None]:
             block = nnx.merge(graphs[layer_kind.stack], weights)
-            attend, given = block.attention.uncached(segment_ids), layer_of(experts)
+            attend, given = block.attention.uncached(documents), layer_of(experts)
             x, _, route = block(x, rotation, layer_kind.window, attend, token_weights, given)
             return x, None if route is None else Added(
                 route.auxiliary, route.balance, route.busiest
             )
 
+        documents: Documents = {"segment_ids": segment_ids}
+        if visible_until is not None:
+            documents = {"visible_until": visible_until}
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
         x, added = self._embed(tokens), None
@@ -234,7 +249,7 @@ class GPT(nnx.Module):
                 for (layer_kind, layer_weights), (_, layer_experts) in of_layers:
                     rotation = rotations[layer_kind.rope]
                     x, new = layers[layer_kind](
-                        layer_weights, x, rotation, segment_ids, token_weights, layer_experts
+                        layer_weights, x, rotation, documents, token_weights, layer_experts
                     )
                     added = added if new is None else jax.tree.map(jnp.add, added, new)
                 return (x, added), None

@@ -22,8 +22,12 @@ PROJECTION, HIDDEN = "projection", "hidden"
 """`checkpoint_name`s of the projections around attention, and of the hidden channels of an MLP."""
 
 
+Documents = Mapping[str, Any]
+"""What tells the texts of a row apart: `segment_ids` [B T] or None, or `visible_until` [B T], as
+`startrail_jax.Attention` takes them."""
+
 AttentionFn = Callable[..., Float[Array, "B T N H"]]
-"""(query [B T N H], key [B T K H], value [B T K H], segment_ids=[B T] or None) -> [B T N H]
+"""(query [B T N H], key [B T K H], value [B T K H], **Documents) -> [B T N H]
 
 A layer with a window also gives local_window_size=(keys before, 0), and one with sinks sinks=[N].
 """

@@ -9,11 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from models.config import GPTConfig
 from models.hooks import Hooks
-from models.layers import INITS, give_weights, projected
+from models.layers import INITS, Documents, give_weights, projected
 
 
 @runtime_checkable
@@ -21,12 +21,22 @@ class LinearAttentionFn(Protocol):
     """The callable of a layer: a `startrail_jax.LinearAttention`, or an object with its methods."""
 
     def __call__(
-        self, query: Any, key: Any, value: Any, decay: Any, beta: Any, *, segment_ids: Any = None
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        decay: Any,
+        beta: Any,
+        *,
+        segment_ids: Any = None,
+        visible_until: Any = None,
     ) -> Any:
         """Outputs [B T heads value_dim]."""
         ...
 
-    def causal_conv(self, x: Any, kernel: Any, *, segment_ids: Any = None) -> Any:
+    def causal_conv(
+        self, x: Any, kernel: Any, *, segment_ids: Any = None, visible_until: Any = None
+    ) -> Any:
         """x [B T channels], convolved."""
         ...
 
@@ -123,17 +133,15 @@ class RecurrentMixer(nnx.Module):
 
         return attend(_joined(inputs), _joined(kernels), heads_of, decay, beta)
 
-    def uncached(self, segment_ids: Int32[Array, "B T"] | None) -> CachedLinearFn:
+    def uncached(self, documents: Documents) -> CachedLinearFn:
         """The model's linear attention, with None in the place of a cache."""
         attention_fn = self.linear_attention(self.rule)
 
         def attend(
             x: Array, kernel: Array, heads_of: Callable[[Array], Heads], decay: Array, beta: Array
         ) -> tuple[Array, Array, None]:
-            query, key, value = heads_of(
-                attention_fn.causal_conv(x, kernel, segment_ids=segment_ids)
-            )
-            out = attention_fn(query, key, value, decay, beta, segment_ids=segment_ids)
+            query, key, value = heads_of(attention_fn.causal_conv(x, kernel, **documents))
+            out = attention_fn(query, key, value, decay, beta, **documents)
             return out, value, None
 
         return attend

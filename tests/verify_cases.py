@@ -97,6 +97,8 @@ def _draw(rng, kind):
         )
         name = one_of(*loss)
         others |= {"objective": name, name: loss[name]}
+        if one_of(True, False):
+            model |= dict(mixers=("linear", "attention"), linear=LinearConfig(key_heads=2))
     elif kind == "documents":
         others |= dict(data=DataConfig(batches="documents"))
         common |= dict(gradient_accumulation=1)

@@ -155,11 +155,11 @@ def recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[Ar
     def add(state: Array, x: Any) -> tuple[Array, Array]:
         token, fresh, real = x
         before = jnp.where(wide(fresh, state), 0, state)
-        after, out = _one_token(attention, before, token)
+        after, out = one_token(attention, before, token)
         state = jnp.where(wide(real, state), after, state)
         return state, jnp.where(wide(real, out), out, 0)
 
-    steps = _repeated(tokens, state.shape[1]), fresh, jnp.asarray(ids >= 0)
+    steps = repeated(tokens, state.shape[1]), fresh, jnp.asarray(ids >= 0)
     last, out = lax.scan(add, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
     return jnp.moveaxis(out, 0, 1), last
 
@@ -174,24 +174,25 @@ def recurrence_of_trees(attention: LinearAttention, ends: np.ndarray, *tokens: A
 
     def add(states: Array, x: Any) -> tuple[Array, Array]:
         token, slot, fresh, real = x
-        after, out = _one_token(attention, states[rows, slot + 1 - fresh], token)
+        after, out = one_token(attention, states[rows, slot + 1 - fresh], token)
         written = states.at[rows, slot + 1].set(after)
         states = jnp.where(wide(real, states), written, states)
         return states, jnp.where(wide(real, out), out, 0)
 
-    steps = _repeated(tokens, heads), slots, fresh.astype(int), ends >= 0
+    steps = repeated(tokens, heads), slots, fresh.astype(int), ends >= 0
     steps = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), steps)
     return jnp.moveaxis(lax.scan(add, empty, steps)[1], 0, 1)
 
 
-def _one_token(attention: LinearAttention, state: Array, token: Any) -> tuple[Array, Array]:
+def one_token(attention: LinearAttention, state: Array, token: Any) -> tuple[Array, Array]:
+    """The states [b h k v] after one token of each row, and its outputs."""
     query, key, value, decay, beta = token
     after = attention.rule.token(state, key, value, decay, beta)
     scale = attention._scale(query.shape[-1])
     return after, scale * jnp.einsum("bhkv,bhk->bhv", after, query, precision="highest")
 
 
-def _repeated(tokens: Sequence[Array], heads: int) -> list[Array]:
+def repeated(tokens: Sequence[Array], heads: int) -> list[Array]:
     """Query, key, value, decay [batch, seq, heads, 1 or k] and beta, with the heads of states."""
     found = [jnp.repeat(x, heads // x.shape[2], axis=2) for x in tokens]
     found[3] = found[3] if found[3].ndim == 4 else found[3][..., None]

@@ -80,7 +80,7 @@ def test_a_layer_is_that_of_transformers(case, layout):
 
     def run(weights, x):
         layer = nnx.merge(graph, weights)
-        return layer(x, None, None, layer.uncached(None))[0]
+        return layer(x, None, None, layer.uncached({}))[0]
 
     permuted = [attention.layout.permute(arrays[name], axis=1) for name in ("x", "dout")]
     out, pull = jax.vjp(jax.jit(run), weights, permuted[0])

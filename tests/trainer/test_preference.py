@@ -40,6 +40,7 @@ from trainer.gpt.task import GPTTask
 RECORDS = make_pairs()
 NATURAL = Layout("contiguous", 1)
 MODEL = SMALL | {"vocab_size": 256}
+SEPARATE = (("share_prefix", False),)
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def one_device(preference):
 @functools.cache
 def logits_of_pairs():
     """Float64 logits [n, vocab] of both answers of each pair, of a row for each pair."""
-    program = program_of(st.Degrees())
+    program = program_of(st.Degrees(), data=SEPARATE)
     batch = whole_batch(program, alone=True)
     weights = placed(initial_weights(), program.state_shapes.weights)
     logits = np.asarray(jax.jit(program.outputs)(weights, batch), np.float64)
@@ -120,7 +121,7 @@ def test_loss_is_that_of_numpy(preference):
 @pytest.mark.parametrize("preference", PREFERENCES)
 def test_gradients_are_those_of_numpy(preference):
     """Of the head along random directions, beside differences of float64."""
-    program = program_of(st.Degrees(), preference)
+    program = program_of(st.Degrees(), preference, data=SEPARATE)
     batch = whole_batch(program, alone=True)
     weights = placed(initial_weights(), program.state_shapes.weights)
     gradients = one_device(preference)[2]

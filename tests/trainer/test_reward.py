@@ -109,7 +109,7 @@ def check_alike(got, want):
 def hidden_of_ends():
     """Float64 hidden states [pairs, 2, width] of the last token of both answers of each pair, and
     the kernel of the head [width, 1]."""
-    program = program_of(st.Degrees())
+    program = program_of(st.Degrees(), data=(("share_prefix", False),))
     batch = whole_batch(program, alone=True)
     weights = placed(initial_weights("plain"), program.state_shapes.weights)
     run = program._model.on_each_device(

@@ -77,6 +77,11 @@ class Documents(Protocol):
         None for all documents, shuffled."""
         ...
 
+    def pairs(self, cost: Any) -> Any:
+        """Visible pairs of each document, float [documents], where `cost` is a
+        `startrail_jax.tokens.documents.DocumentCost`."""
+        ...
+
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> Any:
         """Rows of documents and padding, in natural order: a tree of arrays [rows, length, ...]."""
         ...

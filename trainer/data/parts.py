@@ -63,7 +63,8 @@ class BatchDescription:
     tokens_per_batch: float
     """Mean number of tokens, padding aside."""
     mean_length: int
-    """Mean over tokens of the length of their document, or of their image."""
+    """Mean over tokens of the length of their document, or of their image; that of a document is
+    twice the number of keys that its tokens see in the mean, less one."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,10 @@ class Parts:
         """What the first batches of a run hold."""
         lengths = documents.lengths
         steps = list(itertools.islice(self.stream(documents, seed=seed), DESCRIBED))
-        held = summary(steps, lengths, self.devices, share=self.share, cost=self.cost)
-        read = lengths[[x for step in steps for part in step for row in part.rows for x in row]]
+        pairs = documents.pairs(self.cost)
+        held = summary(steps, lengths, self.devices, share=self.share, cost=self.cost, pairs=pairs)
+        read = [x for step in steps for part in step for row in part.rows for x in row]
+        seen = documents.pairs(DocumentCost())[read].sum() / lengths[read].sum()
         total = sum(held.parts.values())
         shares = ", ".join(f"{n / total:.0%} on {c}" for c, n in held.parts.items())
         return BatchDescription(
@@ -101,7 +104,7 @@ class Parts:
             f"the tokens are sent nowhere, {held.padding:.1%} of the places are padding, and the "
             f"busiest device works {held.balance:.2f} times the mean",
             tokens_per_batch=held.tokens / len(steps),
-            mean_length=round(float((read.astype(float) ** 2).sum() / read.sum())),
+            mean_length=round(float(2 * seen - 1)),
         )
 
     def specs(self, batch: PartBatch) -> PartBatch:
@@ -133,6 +136,7 @@ class Parts:
             seed=seed,
             cost=self.cost,
             degrees=[split.c for split in self.splits],
+            pairs=documents.pairs,
         )
 
     def read(self, documents: Documents, parts: Sequence[BatchPart]) -> PartBatch:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Integer, Num
+from jaxtyping import Array, Bool, Float32, Int32, Int64, Integer, Num
 
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
+from startrail_jax.tokens.trees import branch_positions
 from trainer.data.dataset import Dataset
 from trainer.data.mixture import locate
 from trainer.data.order import NO_EXAMPLE
@@ -46,6 +47,10 @@ class TokenBatch(NamedTuple):
     numbers: dict[str, Num[np.ndarray | Array, "B T *dims"]] | None = None
     """What the objective reads of the targets beside, by name, such as log-probabilities; and
     `experts`, if they are given, which are those of the tokens. Padding has zeros."""
+    visible_until: Int32[np.ndarray | Array, "B T"] | None = None
+    """If documents share beginnings, the place after the last token that continues each token, and
+    `PADDING` for padding: what attention takes in place of `segment_ids`. A shared token then has
+    the number of the document that counts it."""
 
 
 class TokenExample(NamedTuple):
@@ -58,6 +63,9 @@ class TokenExample(NamedTuple):
     """Number of the document of each token, from 0 and without gaps; None for a single one."""
     numbers: dict[str, Num[np.ndarray, "n *dims"]] | None = None
     """As in `TokenBatch`."""
+    ends: Int32[np.ndarray, " n"] | None = None
+    """`visible_until` of documents that share beginnings, counted from the first token of the
+    example; None for documents one after another."""
 
     @classmethod
     def of(cls, tokens: Int32[np.ndarray, " n_and_one"], counted: Any = True) -> TokenExample:
@@ -79,10 +87,14 @@ NumbersOf = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def rows_of(
-    rows: Sequence[Sequence[TokenExample]], length: int, numbers: NumbersOf | None = None
+    rows: Sequence[Sequence[TokenExample]],
+    length: int,
+    numbers: NumbersOf | None = None,
+    *,
+    trees: bool = False,
 ) -> TokenBatch:
     """Rows of `length` tokens, with padding after their examples, in natural order. All examples
-    have these `numbers`; None for none."""
+    have these `numbers`; None for none. With `trees`, some may share beginnings."""
     shape = len(rows), length
     batch = TokenBatch(
         tokens=np.zeros(shape, np.int32),
@@ -93,6 +105,7 @@ def rows_of(
         numbers=None
         if numbers is None
         else {name: np.zeros((*shape, *dims), kind) for name, (kind, dims) in numbers.items()},
+        visible_until=np.full(shape, PADDING, np.int32) if trees else None,
     )
     segment_ids: Any = batch.segment_ids
     for row, examples in enumerate(rows):
@@ -106,7 +119,9 @@ def rows_of(
             if documents is None:
                 documents = np.zeros(end - start, np.int32)
             segment_ids[here] = before + documents
-            batch.positions[here] = positions_after(np.diff(documents, prepend=-1) != 0)
+            batch.positions[here], ends = places_of(example)
+            if batch.visible_until is not None:
+                batch.visible_until[here] = start + ends
             before += int(documents.max(initial=0)) + 1
             for name, x in (batch.numbers or {}).items():
                 x[here] = (example.numbers or {})[name]
@@ -202,6 +217,30 @@ def next_token_batch(
     return in_layout_order(TokenBatch(tokens, targets, positions, segment_ids, weights), layout)
 
 
+def places_of(
+    example: TokenExample,
+) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+    """The position of each token in its text, and the `ends` of the example."""
+    documents, ends = example.documents, example.ends
+    if ends is not None:
+        return branch_positions(ends[None])[0], ends
+    length = len(example.tokens)
+    if documents is None:
+        return np.arange(length, dtype=np.int32), np.full(length, length, np.int32)
+    starts = np.diff(documents, prepend=-1) != 0
+    borders = np.append(np.flatnonzero(starts), length)
+    return positions_after(starts), np.repeat(borders[1:], np.diff(borders)).astype(np.int32)
+
+
+def stretches_of(example: TokenExample) -> Int64[np.ndarray, "stretches 2"]:
+    """Where the tokens of an example stand in their texts: the positions of the first and after the
+    last one of each stretch of tokens that follow one another."""
+    positions = places_of(example)[0].astype(np.int64)
+    begins = np.diff(positions, prepend=-2) != 1
+    ends = np.append(begins[1:], True)
+    return np.stack([positions[begins], positions[ends] + 1], 1)
+
+
 def in_layout_order(batch: TokenBatch, layout: Layout) -> TokenBatch:
     """A batch in natural order, filled up to a length that the layout can hold, in its order.
     Without segment ids nothing marks the padding for attention: no token before sees it, as the
@@ -222,6 +261,7 @@ def in_layout_order(batch: TokenBatch, layout: Layout) -> TokenBatch:
         segment_ids=placed(batch.segment_ids, PADDING),
         weights=placed(batch.weights),
         numbers=batch.numbers and {name: placed(x) for name, x in batch.numbers.items()},
+        visible_until=placed(batch.visible_until, PADDING),
     )
 
 

@@ -80,6 +80,11 @@ class DataConfig:
     """What a batch consists of: "rows" of `seq_len` tokens, which all devices of a sequence share,
     or whole "documents", each on as few devices as can hold it. With "documents", `seq_len` is the
     largest length, and longer documents are cut. Evaluation always uses rows."""
+    share_prefix: bool | None = None
+    """Whether rollouts that begin alike, wherever in a file, and the two answers of a pair stand in
+    a row as one tree, with their common beginning once. Losses and gradients are those of separate
+    texts. The default is yes where an objective reads rollouts or pairs, except with
+    --replay-experts and --attention.linear-backend jla, which need separate texts."""
     follow: bool = False
     """Whether `path` is a folder in which files of rollouts or pairs appear while the run trains.
     They are trained on in the order of their names, in which step_9 comes before step_10; a file
@@ -331,6 +336,8 @@ class GPTTrainConfig(TrainConfig):
                 "replay_experts needs an objective on rollouts, whose records name experts; got "
                 f"objective={self.objective!r}. Leave it out."
             )
+        if self.data.share_prefix:
+            self._check_share_prefix()
         if self.export.every is not None and self.has_adapters and self.init_from is None:
             raise InputError(
                 "export.every needs init_from for adapters, which are exported for a pretrained "
@@ -350,6 +357,19 @@ class GPTTrainConfig(TrainConfig):
                 "--model.experts.balance-loss."
             )
         self.lora.check_targets(projections(gpt_weights(self.model)))
+
+    def _check_share_prefix(self) -> None:
+        """Raises unless beginnings can be shared."""
+        if self.row_loss is None:
+            raise InputError(
+                "data.share_prefix needs rollouts or pairs; got share_prefix=True with objective="
+                f"{self.objective!r}. Leave it out."
+            )
+        if name := self._needs_separate_texts:
+            raise InputError(
+                f"{name} needs separate texts; got it with data.share_prefix=True. Use "
+                "--data.share-prefix False, or leave it out."
+            )
 
     def _check_scores(self) -> None:
         """Raises unless a model of scores, and nothing else, learns to reward."""
@@ -392,6 +412,20 @@ class GPTTrainConfig(TrainConfig):
         if self.row_loss is None:
             return None
         return self.row_loss.arrays | ({} if self.replay is None else self.replay.arrays)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows of the data are trees."""
+        if self.data.share_prefix is None:
+            return self.row_loss is not None and not self._needs_separate_texts
+        return self.data.share_prefix
+
+    @property
+    def _needs_separate_texts(self) -> str:
+        """The setting that needs texts without shared beginnings; "" for none."""
+        if self.replay_experts:
+            return "replay_experts"
+        return "attention.linear_backend" if self.attention.linear_backend == "jla" else ""
 
     @property
     def num_tokens(self) -> int:

@@ -6,17 +6,24 @@ One of more than T is cut into pieces of T, and of what is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Float64, Int64, Integer
 
 from startrail_jax.errors import InputError
+from startrail_jax.tokens.documents import DocumentCost
 from startrail_jax.tokens.layout import Layout
 from trainer.data.mixture import locate, mixed_epochs
-from trainer.gpt.batches import NumbersOf, TokenBatch, TokenExample, rows_of
+from trainer.gpt.batches import (
+    NumbersOf,
+    TokenBatch,
+    TokenExample,
+    rows_of,
+    stretches_of,
+)
 from trainer.gpt.corpus import Stream
 
 # Number of tokens in which ends of documents are looked for at a time.
@@ -33,6 +40,10 @@ class TokenDocuments:
     """Returns a document by its number."""
     numbers: NumbersOf | None = None
     """The numbers that documents have beside their tokens; None for none."""
+    trees: bool = False
+    """Whether documents are trees of texts that share beginnings."""
+    stretches: Int64[np.ndarray, "stretches 3"] | None = None
+    """The number of a document, and one of its `stretches_of`; None if each is one text."""
     mixed: Callable[[int], Callable[[int], Int64[np.ndarray, " drawn"]]] | None = None
     """(seed) -> `Documents.epochs`, if they are of several sources."""
 
@@ -40,9 +51,18 @@ class TokenDocuments:
         """As `Documents.epochs`."""
         return None if self.mixed is None else self.mixed(seed)
 
+    def pairs(self, cost: DocumentCost) -> Float64[np.ndarray, " documents"]:
+        """As `Documents.pairs`."""
+        if self.stretches is None:
+            return cost.visible_pairs(self.lengths)
+        numbers, first, last = self.stretches.T
+        own = cost.visible_pairs(last) - cost.visible_pairs(first)
+        return np.bincount(numbers, own, minlength=len(self.lengths))
+
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> TokenBatch:
         """Rows of documents and padding, in natural order."""
-        return rows_of([[*map(self.read, numbers)] for numbers in rows], length, self.numbers)
+        examples = [[*map(self.read, numbers)] for numbers in rows]
+        return rows_of(examples, length, self.numbers, trees=self.trees)
 
 
 def mixed_documents(
@@ -60,8 +80,31 @@ def mixed_documents(
         lengths=np.concatenate(lengths),
         read=read,
         numbers=several[0].numbers,
+        trees=several[0].trees,
+        stretches=_joined(several),
         mixed=lambda seed: mixed_epochs(lengths, weights, seed),
     )
+
+
+def _joined(several: Sequence[TokenDocuments]) -> Int64[np.ndarray, "stretches 3"] | None:
+    """The stretches of several sources one after another."""
+    found, before = [], 0
+    for documents in several:
+        own = documents.stretches
+        if own is None:
+            zeros = np.zeros_like(documents.lengths)
+            own = np.stack([np.arange(len(zeros)), zeros, documents.lengths], 1)
+        found.append(own + np.array([before, 0, 0]))
+        before += len(documents.lengths)
+    return None if all(x.stretches is None for x in several) else np.concatenate(found)
+
+
+def stretches_of_all(examples: Iterable[TokenExample]) -> Int64[np.ndarray, "stretches 3"]:
+    """`TokenDocuments.stretches` of examples."""
+    found = [np.zeros((0, 3), np.int64)]
+    for number, example in enumerate(examples):
+        found.append(np.pad(stretches_of(example), ((0, 0), (1, 0)), constant_values=number))
+    return np.concatenate(found)
 
 
 def text_documents(

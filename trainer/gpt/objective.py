@@ -54,14 +54,15 @@ class NextToken(Objective):
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
         weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         segments = integers if self._config.data.mask_documents else None
-        return TokenBatch(integers, integers, integers, segments, weights)
+        ends = integers if self._config.shares_prefixes else None
+        return TokenBatch(integers, integers, integers, segments, weights, visible_until=ends)
 
     def prepare(self, batch: TokenBatch, *, training: bool) -> TokenBatch:
         return batch
 
     def hidden(self, model: GPT, batch: TokenBatch) -> Float[Array, "B T width"]:
         arrays: Any = (batch.tokens, batch.positions, batch.segment_ids)
-        return model.hidden(*arrays, experts=_given_experts(batch))
+        return model.hidden(*arrays, **_options(batch))
 
     def make_optimizer(self, default: optax.GradientTransformation) -> optax.GradientTransformation:
         rate = self._config.model.experts.balance_rate
@@ -85,7 +86,7 @@ class NextToken(Objective):
         self, model: GPT, batch: TokenBatch
     ) -> tuple[Float[Array, "B T width"], Float32[Array, "B T"] | None, dict[str, Array]]:
         arrays: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.weights)
-        hidden, added = model.hidden_and_added(*arrays, experts=_given_experts(batch))
+        hidden, added = model.hidden_and_added(*arrays, **_options(batch))
         if added is None:
             return hidden, None, {}
         return hidden, added.auxiliary, {"busiest_expert": added.busiest}
@@ -129,6 +130,10 @@ class OfRollouts(NextToken):
         self, numbers: Float32[Array, "b t n"], batch: TokenBatch, sums: Callable[..., Array]
     ) -> tuple[Float32[Array, "b t"], dict[str, Float32[Array, "b t"]]]:
         return self._loss.losses(numbers, batch, sums)
+
+
+def _options(batch: TokenBatch) -> dict[str, Any]:
+    return {"experts": _given_experts(batch), "visible_until": batch.visible_until}
 
 
 def _given_experts(batch: TokenBatch) -> Integer[Array, "B T layers k"] | None:

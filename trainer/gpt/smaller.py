@@ -164,7 +164,7 @@ def drawn_text(config: GPTTrainConfig, layout: Any) -> Any:
     """`Task.drawn_data`."""
     from trainer.data.dataset import Dataset, Drawn
     from trainer.gpt.batches import collate
-    from trainer.gpt.documents import TokenDocuments
+    from trainer.gpt.documents import TokenDocuments, stretches_of_all
     from trainer.gpt.rollouts.dataset import collate_rollouts
 
     words, length = config.model.vocab_size, config.seq_len
@@ -181,8 +181,11 @@ def drawn_text(config: GPTTrainConfig, layout: Any) -> Any:
             lengths=np.array([len(x.tokens) for x in every]),
             read=every.__getitem__,
             numbers=_arrays(config),
+            trees=config.shares_prefixes,
+            stretches=stretches_of_all(every),
         )
-    join = partial(collate_rollouts, layout=layout, length=length, arrays=_arrays(config))
+    options: Any = {"arrays": _arrays(config), "trees": config.shares_prefixes}
+    join = partial(collate_rollouts, layout=layout, length=length, **options)
     return Dataset(train=rows, documents=documents, collate=join, **common)
 
 
@@ -207,13 +210,19 @@ def _example(config: GPTTrainConfig, rng: np.random.Generator, count: int, *, is
     words, loss = config.model.vocab_size, config.row_loss
     tokens, targets = rng.integers(words, size=(2, count)).astype(np.int32)
     weights = (rng.random(count) < 0.8).astype(np.float32)
-    documents = None
-    if is_pair:
-        half = int(rng.integers(1, count))
-        documents = np.repeat(np.arange(2, dtype=np.int32), (half, count - half))
+    documents = ends = None
+    if is_pair or config.shares_prefixes:
+        answers = 2 if is_pair else int(min(rng.integers(1, 5), count))
+        borders = np.sort(rng.permutation(np.arange(1, count))[: answers - 1])
+        borders = np.append(borders, count)
+        lengths = np.diff(borders, prepend=0)
+        documents = np.repeat(np.arange(answers, dtype=np.int32), lengths)
         if getattr(loss, "counts", "targets") == "ends":
             weights[:] = 0
-        weights[[half - 1, count - 1]] = 1
+        weights[borders - 1] = 1
+        if config.shares_prefixes:
+            ends = np.repeat(borders, lengths).astype(np.int32)
+            ends[: rng.integers(borders[0])] = count
     weights[-1] = 1
     total = weights.sum()
     usual = -np.log(words) + 0.3 * rng.standard_normal((len(LISTS), count))
@@ -237,6 +246,7 @@ def _example(config: GPTTrainConfig, rng: np.random.Generator, count: int, *, is
         (weights / total).astype(np.float32) if adds_to_one else weights,
         documents,
         {name: numbers[name] for name in arrays} or None,
+        ends,
     )
 
 

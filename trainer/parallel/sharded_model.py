@@ -125,12 +125,14 @@ class ShardedModel:
         value: Array,
         *,
         segment_ids: Array | None = None,
+        visible_until: Array | None = None,
         local_window_size: tuple[int, int] | None = None,
         sinks: Array | None = None,
     ) -> Array:
         """The attention of one device's tokens: an `AttentionFn`."""
         attention = self.windowed(local_window_size)
-        out, _ = attention.local(query, key, value, segment_ids, segment_ids, sinks=sinks)
+        options = {"sinks": sinks, "visible_until": visible_until}
+        out, _ = attention.local(query, key, value, segment_ids, segment_ids, **options)
         return out
 
     @functools.cached_property
@@ -178,11 +180,24 @@ class LinearOnDevice:
 
     attention: LinearAttention
 
-    def __call__(self, *arrays: Array, segment_ids: Array | None = None) -> Array:
-        return self.attention.local(*arrays, segment_ids=segment_ids)
+    def __call__(
+        self,
+        *arrays: Array,
+        segment_ids: Array | None = None,
+        visible_until: Array | None = None,
+    ) -> Array:
+        return self.attention.local(*arrays, segment_ids=segment_ids, visible_until=visible_until)
 
-    def causal_conv(self, x: Array, kernel: Array, *, segment_ids: Array | None = None) -> Array:
-        return self.attention.conv_local(x, kernel, segment_ids=segment_ids)
+    def causal_conv(
+        self,
+        x: Array,
+        kernel: Array,
+        *,
+        segment_ids: Array | None = None,
+        visible_until: Array | None = None,
+    ) -> Array:
+        ends = visible_until
+        return self.attention.conv_local(x, kernel, segment_ids=segment_ids, visible_until=ends)
 
 
 def _in_order(parameters: Any, weights: Any, x: Array) -> tuple[Any, Array]:

@@ -23,7 +23,8 @@ from models.hooks import Hooks
 from startrail_jax.attention import Attention
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.halo import wide
-from startrail_jax.linear.testing import recurrence
+from startrail_jax.linear.testing import one_token, recurrence, repeated
+from startrail_jax.masks.algebra import causal_window
 from startrail_jax.testing import dense_attention
 from startrail_jax.xla.compiler import quick_options
 from trainer.objective import Objective
@@ -106,17 +107,26 @@ def _dense_of(attention: Attention) -> Callable[..., Array]:
         value: Array,
         *,
         segment_ids: Array | None = None,
+        visible_until: Array | None = None,
         local_window_size: tuple[int, int] | None = None,
         sinks: Array | None = None,
     ) -> Array:
         place = np.arange(query.shape[1])
-        seen = np.asarray(attention.resolved_mask.visible(place[:, None], place[None]))
+        apart = place[:, None] - place[None]
+        mask, window = attention.resolved_mask, causal_window(attention.resolved_mask)
         if local_window_size is not None:
-            apart = place[:, None] - place[None]
-            seen = seen & (apart <= local_window_size[0]) & (apart >= 0)
+            window = min(local_window_size[0] + 1, len(place) if window is None else window)
+        seen = np.asarray(mask.visible(place[:, None], place[None]))
+        if window is not None:  # In trees, it counts tokens of a branch.
+            seen = (apart >= 0) & ((apart < window) | (visible_until is not None))
         seen = jnp.asarray(np.broadcast_to(seen, (1, len(place), len(place))))
         if segment_ids is not None:
             seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        if visible_until is not None:
+            continued = _continued(visible_until)
+            at, seen = continued.sum(-1), seen & continued
+            if window is not None:
+                seen = seen & (at[:, :, None] - at[:, None] < window)
         run = functools.partial(dense_attention, sinks=sinks, **options)
         return jax.checkpoint(run)(query, key, value, seen[:, None])[0]
 
@@ -142,19 +152,74 @@ class _Recurrence:
         beta: Array,
         *,
         segment_ids: Array | None = None,
+        visible_until: Array | None = None,
     ) -> Array:
         heads, rows = decay.shape[2], len(query)
         state = jnp.zeros((rows, heads, query.shape[3], value.shape[3]), jnp.float32)
         tokens = query, key, value, decay, beta
+        if visible_until is not None:
+            return _recurrence_of_trees(self.attention, visible_until, state, *tokens)
         return recurrence(self.attention, segment_ids, *tokens, state)[0]
 
-    def causal_conv(self, x: Array, kernel: Array, *, segment_ids: Array | None = None) -> Array:
+    def causal_conv(
+        self,
+        x: Array,
+        kernel: Array,
+        *,
+        segment_ids: Array | None = None,
+        visible_until: Array | None = None,
+    ) -> Array:
         rows, length = x.shape[:2]
+        total, width = jnp.zeros_like(x), kernel.shape[0]
+        if visible_until is not None:
+            parents = _parents(visible_until)
+            # One more token, of zeros, which follows itself.
+            parents = jnp.pad(parents, ((0, 0), (0, 1)), constant_values=length)
+            inputs = jnp.pad(x, ((0, 0), (0, 1), *((0, 0) for _ in x.shape[2:])))
+            at = jnp.broadcast_to(jnp.arange(length)[None], (rows, length))
+            at = jnp.where(visible_until < 0, length, at)
+            for weight in kernel[::-1]:
+                total = total + inputs[jnp.arange(rows)[:, None], at] * weight[None, None]
+                at = jnp.take_along_axis(parents, at, 1)
+            return total
         ids = jnp.zeros((rows, length), jnp.int32) if segment_ids is None else segment_ids
-        total = jnp.zeros_like(x)
-        for i in range(kernel.shape[0]):
-            back = kernel.shape[0] - 1 - i
+        for i in range(width):
+            back = width - 1 - i
             shifted = jnp.pad(x, ((0, 0), (back, 0), *((0, 0) for _ in x.shape[2:])))[:, :length]
             same = jnp.pad(ids, ((0, 0), (back, 0)), constant_values=-9)[:, :length] == ids
             total = total + jnp.where(wide(same, x), shifted, 0) * kernel[i][None, None]
         return total
+
+
+def _continued(visible_until: Array) -> Array:
+    """Whether each token, [B T T], continues each other one or is it."""
+    place = jnp.arange(visible_until.shape[1])[None]
+    seen = (place[:, None] <= place[:, :, None]) & (place[:, :, None] < visible_until[:, None])
+    return seen & (visible_until >= 0)[:, :, None]
+
+
+def _parents(visible_until: Array) -> Array:
+    """The token that each one continues; the number of tokens if there is none."""
+    length = visible_until.shape[1]
+    place = jnp.arange(length)[None, None]
+    before = _continued(visible_until) & (place < jnp.arange(length)[None, :, None])
+    parents = jnp.where(before, place, -1).max(-1)
+    return jnp.where(parents < 0, length, parents)
+
+
+def _recurrence_of_trees(
+    attention: LinearAttention, visible_until: Array, empty: Array, *tokens: Array
+) -> Array:
+    """Linear attention over trees, with the state after each token."""
+    rows, length = visible_until.shape
+    # The last one is that before the first token.
+    states = jnp.zeros((length + 1, *empty.shape), empty.dtype)
+    steps = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), repeated(tokens, empty.shape[1]))
+    steps = steps, _parents(visible_until).T, visible_until.T >= 0, jnp.arange(length)
+
+    def add(states: Array, x: Any) -> tuple[Array, Array]:
+        token, parent, real, place = x
+        after, out = one_token(attention, states[parent, jnp.arange(rows)], token)
+        return states.at[place].set(after), jnp.where(wide(real, out), out, 0)
+
+    return jnp.moveaxis(jax.lax.scan(add, states, steps)[1], 0, 1)

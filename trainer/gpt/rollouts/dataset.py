@@ -37,24 +37,27 @@ from trainer.gpt.corpus import (
     described,
     find_inputs,
 )
-from trainer.gpt.documents import TokenDocuments
+from trainer.gpt.documents import TokenDocuments, stretches_of_all
 from trainer.gpt.objectives.distill import TEACHER
 from trainer.gpt.objectives.preference import REFERENCES
 from trainer.gpt.rollouts.pairs import PairReader
 from trainer.gpt.rollouts.records import LISTS
 from trainer.gpt.rollouts.store import Form, Stored, StoredRollouts, store_rollouts
 from trainer.gpt.tokenizer import text_tokenizer
+from trainer.gpt.trees import Tree, TreeLimits, as_trees, joined, merged, trees_within
 
 
 class PackedRollouts:
     """Rows of rollouts, by their number: a `trainer.data.dataset.Source`. A rollout is in one row,
     and rollouts keep their order."""
 
-    def __init__(self, rollouts: StoredRollouts, documents: TokenDocuments, seq_len: int) -> None:
-        """Decides which rollouts share a row."""
+    def __init__(self, documents: TokenDocuments, seq_len: int) -> None:
+        """Decides which rollouts, or trees of them, share a row."""
         self._documents = documents
         self._firsts = first_of_rows(np.cumsum(documents.lengths), seq_len)
-        self.share_of_padding = 1 - len(rollouts.tokens) / max(len(self) * seq_len, 1)
+        self.num_tokens = int(documents.lengths.sum())
+        """Number of tokens in the rows."""
+        self.share_of_padding = 1 - self.num_tokens / max(len(self) * seq_len, 1)
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
@@ -204,12 +207,58 @@ def _rows(
     """Rollouts as documents, and in rows."""
     loss, arrays = config.row_loss, config.arrays
     adds_to_one = loss is not None and loss.mean_over == "examples"
-    documents = TokenDocuments(
-        lengths=rollouts.lengths,
-        read=partial(rollouts.example, reads=tuple(arrays or ()), adds_to_one=adds_to_one),
-        numbers=arrays,
+    read = partial(rollouts.example, reads=tuple(arrays or ()), adds_to_one=adds_to_one)
+    documents = TokenDocuments(lengths=rollouts.lengths, read=read, numbers=arrays)
+    if config.shares_prefixes:
+        documents = _trees(config, rollouts, documents)
+    elif rollouts.documents is not None and config.whole_documents:
+        stretches = stretches_of_all(map(read, range(len(rollouts))))
+        documents = replace(documents, stretches=stretches)
+    return documents, PackedRollouts(documents, config.seq_len)
+
+
+def _trees(
+    config: GPTTrainConfig, rollouts: StoredRollouts, documents: TokenDocuments
+) -> TokenDocuments:
+    """Rollouts that share beginnings as one document each, or pairs as trees of two answers."""
+    has_states = set(config.model.layer_mixers) != {"attention"}
+    limits = TreeLimits(tokens=config.seq_len, levels=2 if has_states else None)
+    ends, read = rollouts.ends, documents.read
+    if rollouts.documents is not None:
+        within = replace(limits, shared=1)
+        trees_of = [trees_within(read(i), within) for i in range(len(rollouts))]
+        return replace(
+            documents,
+            read=lambda number: as_trees(read(number), trees_of[number]),
+            **_sizes(trees_of),
+        )
+
+    def tokens_of(number: int) -> Any:
+        here = slice(int(ends[number - 1]) if number else 0, int(ends[number]))
+        return rollouts.tokens[here], rollouts.weights[here] > 0
+
+    trees = joined(len(rollouts), tokens_of, limits)
+    return replace(
+        documents,
+        read=lambda number: merged(trees[number], [*map(read, trees[number].members)]),
+        **_sizes([[tree] for tree in trees]),
     )
-    return documents, PackedRollouts(rollouts, documents, config.seq_len)
+
+
+def _sizes(trees_of: list[list[Tree]]) -> dict[str, Any]:
+    """What documents that consist of these trees are to `TokenDocuments`."""
+    stretches = [
+        (number, *stretch)
+        for number, trees in enumerate(trees_of)
+        for tree in trees
+        for stretch in zip(tree.shared, tree.lengths, strict=True)
+    ]
+    lengths = np.array([sum(tree.tokens for tree in trees) for trees in trees_of], np.int64)
+    return {
+        "lengths": lengths,
+        "stretches": np.array(stretches, np.int64).reshape(-1, 3),
+        "trees": True,
+    }
 
 
 def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored) -> TextDataset:
@@ -218,7 +267,8 @@ def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored
     made = {part: _rows(config, rollouts) for part, rollouts in parts.items()}
     rows = {part: of_part for part, (_, of_part) in made.items()}
     counts = [
-        f"{x.description}, in {len(rows[part]):,} rows ({rows[part].share_of_padding:.0%} padding)"
+        f"{x.description}{_shared(len(x.tokens), rows[part].num_tokens)}, in "
+        f"{len(rows[part]):,} rows ({rows[part].share_of_padding:.0%} padding)"
         for part, x in parts.items()
     ]
     if "val" not in parts:
@@ -245,6 +295,13 @@ def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored
         held_out=rows.get("val", []),
         documents=made["train"][0] if config.whole_documents else None,
     )
+
+
+def _shared(tokens: int, left: int) -> str:
+    """What the log says of shared beginnings."""
+    if tokens == left:
+        return ""
+    return f", of which shared beginnings leave {left:,} to compute"
 
 
 def _stream(config: GPTTrainConfig, name: str, tokens: Any) -> Stream:
@@ -275,6 +332,7 @@ def _dataset(config: GPTTrainConfig, layout: Layout, corpus: Corpus, **others: A
         is_of_tokens = loss.mean_over == "tokens"
         others["loss_unit"] = f"per {'token' if is_of_tokens else loss.form.removesuffix('s')}"
     options = {"layout": layout, "length": config.seq_len, "arrays": config.arrays}
+    options["trees"] = config.shares_prefixes
     collate = partial(collate_rollouts, **options)
     return TextDataset.of(corpus, collate=collate, **others)
 
@@ -286,6 +344,8 @@ def collate_rollouts(
     layout: Layout,
     length: int,
     arrays: NumbersOf | None,
+    trees: bool,
 ) -> TokenBatch:
     """A batch in layout order."""
-    return counting(in_layout_order(rows_of(rows, length, arrays), layout), numbers)
+    made = rows_of(rows, length, arrays, trees=trees)
+    return counting(in_layout_order(made, layout), numbers)
