@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -60,6 +61,59 @@ def test_lists_belong_to_the_targets(tmp_path):
     assert numbers["rewards"] == [1] * 3 + [3] * 4
     half = np.float32(np.sqrt(0.5))
     np.testing.assert_allclose(numbers["advantages"], [-half] * 3 + [half] * 4, rtol=1e-4)
+
+
+def group_line():
+    return {
+        "prompt": [5, 6, 7],
+        "completions": [[8, 9], [10], [11, 12, 13]],
+        "logprobs": [[-1.0, -2.0], [-3.0], [-1.5, -2.5, -3.5]],
+        "rewards": [1.0, 0.0, 0.5],
+    }
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_line_with_several_answers_is_a_rollout_of_each(tmp_path, share):
+    """Lists have a number for each token of an answer; the line is a group."""
+    lines = []
+    for number, (answer, logprobs) in enumerate(
+        zip(group_line()["completions"], group_line()["logprobs"], strict=True)
+    ):
+        tokens, n = [5, 6, 7, *answer], len(answer)
+        line = {"tokens": tokens, "weights": [0, 0, *[1] * n, 0], "group": "g"}
+        lines.append(line | {"logprobs": [0, 0, *logprobs, 0], "reward": [1.0, 0.0, 0.5][number]})
+    others = [RECORD, RECORD | {"reward": 0.0}]
+    data = {"share_prefix": share}
+    policy = Policy(ratio="sequence")
+    one, several = (
+        row_of(opened(tmp_path, [*others, *records], seq_len=24, policy=policy, data=data))
+        for records in ([group_line()], lines)
+    )
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(several), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_fraction_holds_out_lines_with_several_answers_whole(tmp_path):
+    lines = [group_line() for _ in range(20)]
+    data = opened(tmp_path, lines, data={"validation_fraction": 0.3, "share_prefix": False})
+    for part in (data.train, data.held_out):
+        assert sum(len(part[row]) for row in range(len(part))) % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"completions": [[8, 9], [], [10]]}, "none of which is empty"),
+        ({"prompt": "a text"}, "token ids"),
+        ({"prompt": None}, "no prompt"),
+        ({"rewards": [1.0]}, "rewards of a group must have an entry for each of completions"),
+        ({"logprobs": [[-1.0], [-3.0], [-1.5, -2.5, -3.5]]}, "got 1 numbers for 2 tokens"),
+        ({"tokens": [1, 2]}, "tokens"),
+    ],
+)
+def test_a_mistake_in_a_line_with_several_answers_is_named(tmp_path, change, named):
+    with refused(InputError, named):
+        opened(tmp_path, [group_line() | change])
 
 
 def test_weights_of_a_mean_over_rollouts_add_up_to_one_for_each(tmp_path):

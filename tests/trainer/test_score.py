@@ -132,6 +132,21 @@ def test_rollouts_keep_what_they_have(tmp_path, capsys):
     assert lines[0].endswith(f": {ours[worst]:.6g}, engine {theirs[worst]:.6g}")
 
 
+def test_each_answer_of_a_group_has_a_line(tmp_path):
+    rng = np.random.default_rng(0)
+    prompt, *answers = (rng.integers(8, 40, size=n).tolist() for n in (9, 4, 1, 7))
+    logprobs = [(-rng.random(len(x))).tolist() for x in answers]
+    group = {"prompt": prompt, "completions": answers, "logprobs": logprobs, "rewards": [1, 0, 2]}
+    found = scored(tmp_path, [group], "--seq-len", 64)
+    (tmp_path / "data.jsonl").unlink()
+    lines = [{"tokens": prompt + x, "weights": [0] * 8 + [1] * len(x) + [0]} for x in answers]
+    for number, x in enumerate(scored(tmp_path, lines, "--seq-len", 64, name="lines.jsonl")):
+        assert {key: found[number][key] for key in x} == x
+        assert found[number]["logprobs"] == [0] * 8 + logprobs[number] + [0]
+        assert found[number]["reward"] == [1, 0, 2][number]
+        assert found[number]["group"] == found[0]["group"]
+
+
 def test_temperature_divides_logits(tmp_path):
     records = [{"tokens": [5, 6, 7, 8]}]
     flags = ["--devices", "1", "--seq-len", "8", "--top-k", "48"]

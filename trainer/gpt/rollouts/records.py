@@ -3,12 +3,15 @@
 The keys are those of Tinker's `Datum` (https://tinker-docs.thinkingmachines.ai). Entry i of every
 list belongs to the target of token i: `targets[i]`, or without that key the token after token i.
 Entry i of `experts` alone belongs to token i, which the model reads.
+
+A record of a group has a prompt and several answers, whose lists have a number for each token of
+the answer: it stands for a rollout of each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +34,9 @@ OTHERS = ("entropy", "teacher")
 IDS = (TOKENS, "targets")
 KEYS = (*IDS, "weights", "advantages", "reward", "group", *LISTS, *OTHERS, EXPERTS)
 """What a record may hold."""
+ANSWERS = "completions"
+GROUP_KEYS = ("prompt", ANSWERS, "rewards", "advantages", "group", *LISTS)
+"""What a record of a group may hold."""
 LEAST_REST = 1e-9
 """What the tokens beside a teacher's likeliest have at least: rounded numbers may add up to 1."""
 MOST_LOGPROB = 1e-3
@@ -108,6 +114,61 @@ def read_rollout(
     if replay is not None:
         found.lists[EXPERTS] = _experts(record, targets, replay)
     return found
+
+
+def group_of(record: Record) -> Any:
+    """What a record names its group; the line of a record that names none."""
+    line = record.key if ANSWERS in record.fields else record.key.rpartition(":")[2]
+    return record.fields.get("group", line)
+
+
+def of_each_answer(record: Record) -> Iterator[Record]:
+    """A record of a group as those of its rollouts; any other as it is."""
+    if record.fields.get(ANSWERS) is None:
+        yield record
+        return
+    needed = {"prompt": "Add it to the line: the token ids that all answers continue."}
+    fields = checked_fields(record, GROUP_KEYS, needed, noun="group of rollouts")
+    prompt, answers = fields["prompt"], fields[ANSWERS]
+    are_lists = isinstance(answers, list) and all(isinstance(x, list) and x for x in answers)
+    if not (isinstance(prompt, list) and prompt and are_lists and answers):
+        raise InputError(
+            "A group of rollouts must have a prompt and completions: token ids, and a list of them "
+            f"for each answer, none of which is empty; got {shortened(prompt)} and "
+            f"{shortened(answers)} in {record.place!r}. Mend or remove the line."
+        )
+    for name in (*LISTS, "rewards", "advantages"):
+        x = fields.get(name, answers)
+        if not isinstance(x, list) or len(x) != len(answers):
+            raise InputError(
+                f"{name} of a group must have an entry for each of completions; got {shortened(x)} "
+                f"for {len(answers)} answers in {record.place!r}. Mend or remove the line."
+            )
+    before = len(prompt) - 1
+    for number, answer in enumerate(answers):
+        weights = [0] * before + [1] * len(answer) + [0]
+        found = {TOKENS: prompt + answer, "weights": weights, "group": group_of(record)}
+        for name in LISTS:
+            if name in fields:
+                found[name] = _placed(fields[name][number], name, before, answer, record)
+        if "advantages" in fields:
+            x = fields["advantages"][number]
+            is_one = _is_number(x)
+            found["advantages"] = x if is_one else _placed(x, "advantages", before, answer, record)
+        if "rewards" in fields:
+            found["reward"] = fields["rewards"][number]
+        yield replace(record, fields=found)
+
+
+def _placed(values: Any, name: str, before: int, answer: list[Any], record: Record) -> list[Any]:
+    """The numbers of the tokens of an answer, at the tokens that have them as targets."""
+    if not isinstance(values, list) or len(values) != len(answer):
+        found = f"{len(values)} numbers" if isinstance(values, list) else shortened(values)
+        raise InputError(
+            f"{name} of a group must have a number for each token of an answer; got {found} for "
+            f"{len(answer)} tokens in {record.place!r}. Mend or remove the line."
+        )
+    return [0.0] * before + values + [0.0]
 
 
 def length_of(counted: Bool[np.ndarray, " n"]) -> int:

@@ -7,6 +7,7 @@ model is causal, so they change nothing. The reward of such a rollout counts in 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -27,7 +28,14 @@ from trainer.gpt.encoding import VectorWriter, largest_share, share_of_key
 from trainer.gpt.objectives.distill import TEACHER
 from trainer.gpt.objectives.preference import REFERENCES
 from trainer.gpt.objectives.replay import EXPERTS, Replay
-from trainer.gpt.rollouts.records import LISTS, Rollout, advantages_of, read_rollout
+from trainer.gpt.rollouts.records import (
+    LISTS,
+    Rollout,
+    advantages_of,
+    group_of,
+    of_each_answer,
+    read_rollout,
+)
 
 # Changes when the same rollouts give other files than before.
 FORMAT = 1
@@ -203,8 +211,8 @@ class _Reader:
                     yield "val" if is_held else part, record, rollout
 
     def _read_rollouts(self, records: Iterable[Record]) -> Iterator[tuple[Record, Rollout]]:
-        for record in records:
-            form = self._form
+        form = self._form
+        for record in itertools.chain.from_iterable(map(of_each_answer, records)):
             options: Any = dict(teacher=form.teacher, replay=form.replay)
             rollout = read_rollout(record, form.vocab_size, form.lists, **options)
             if form.advantages:
@@ -231,8 +239,7 @@ class _Reader:
 
 def _share(record: Record) -> float:
     """A number in [0, 1) that decides what is held out: one for all rollouts of a group."""
-    file, _, line = record.key.rpartition(":")
-    return share_of_key(f"{file}:{record.fields.get('group', line)}")
+    return share_of_key(f"{record.key.rpartition(':')[0]}:{group_of(record)}")
 
 
 class _Writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,13 @@ from trainer.gpt.corpus import MOST_FOR_BYTES
 from trainer.gpt.objectives.preference import REFERENCES
 from trainer.gpt.objectives.replay import EXPERTS, Replay
 from trainer.gpt.rollouts.pairs import PairReader
-from trainer.gpt.rollouts.records import NO_TARGET, TOKENS, length_of, read_rollout
+from trainer.gpt.rollouts.records import (
+    NO_TARGET,
+    TOKENS,
+    length_of,
+    of_each_answer,
+    read_rollout,
+)
 from trainer.gpt.scoring.options import ScoreOptions
 from trainer.gpt.tokenizer import text_tokenizer
 
@@ -85,7 +92,8 @@ class RecordReader:
     def read(self, on_read: Callable[[int], None]) -> Iterator[ScoredRecord]:
         """The records in order. `on_read` is told of every number of bytes read."""
         for part in filter(None, (self.files, self.files.validation)):
-            for record in read_records(part, on_read):
+            records = read_records(part, on_read)
+            for record in itertools.chain.from_iterable(map(of_each_answer, records)):
                 found = self._of(record)
                 if len(found.example.tokens) > self.options.seq_len:
                     raise InputError(
