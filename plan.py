@@ -98,8 +98,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--seq-len", help="tokens in a sequence, such as 512K")
     run.add_argument(
         "--lengths",
-        help="tokens of the documents that fill the sequences: lognormal:MEDIAN,MEAN, or a text "
-        "file with a number on each line; default: one document for each sequence",
+        help="tokens of the documents that fill the sequences: lognormal:MEDIAN,MEAN, a text file "
+        "with a number on each line, or 28K+8x4K for prompts of 28K tokens, each with 8 answers "
+        "of 4K; default: one document for each sequence",
     )
     run.add_argument(
         "--allow-unknown",

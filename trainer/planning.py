@@ -16,12 +16,13 @@ import numpy as np
 
 import startrail_jax as st
 from startrail_jax.errors import InputError, UserError
+from startrail_jax.tokens.documents import DocumentSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.config import TrainConfig
 from trainer.objective import Objective
 from trainer.parallel.abstract_step import AbstractStep, step_limit
 from trainer.parallel.degrees import given_order
-from trainer.planner.documents import DocumentForecast, forecasts, sample, visible_shares
+from trainer.planner.documents import DocumentForecast, fill_rows, forecasts, sample
 from trainer.planner.grid import ORDERS, Call, Settings, all_settings
 from trainer.planner.hardware import Cluster
 from trainer.planner.here import SHARE, jax_share, measure_cluster
@@ -63,7 +64,7 @@ class Planner:
                 "out --plan, and give the mesh by --mesh flags: --optimizer.kind adamw --plan show "
                 "ranks them."
             )
-        lengths = self._lengths() if config.whole_documents else None
+        sizes = self._sizes() if config.whole_documents else None
         begin = time.perf_counter()
         cluster = self.measure(devices)
         seconds = time.perf_counter() - begin
@@ -71,14 +72,16 @@ class Planner:
         share = _describe_limit(limit, devices[0].platform, cluster.gpu.memory_bytes)
         lines = [f"plan: measured in {show_seconds(seconds)}: {_describe(cluster)}; {share}"]
         count = _SHOWN if config.plan == "show" else 2
-        if lengths is None:
+        if sizes is None:
             found = self.forecasts(cluster, count, limit)
             described = [_describe_forecast(x, config.gradient_accumulation) for x in found]
         else:
-            whole = self.document_forecasts(cluster, lengths, count, limit)
+            whole = self.document_forecasts(cluster, sizes, count, limit)
             found = [x.mesh for x in whole]
             described = list(map(_describe_documents, whole))
-            lines.append(f"plan: {len(lengths):,} documents of the data. {whole[0].comparison}")
+            lines.append(
+                f"plan: {len(sizes.lengths):,} documents of the data. {whole[0].comparison}"
+            )
         names = ("the fastest", "the runner-up") if config.plan == "use" else range(1, _SHOWN + 1)
         lines += [f"plan: {x}: {y}" for x, y in zip(names, described, strict=False)]
         # All processes take the choice of the first.
@@ -109,26 +112,26 @@ class Planner:
         return self._found(cluster, count, limit, lambda mesh: mesh)[1]
 
     def document_forecasts(
-        self, cluster: Cluster, lengths: np.ndarray, count: int, limit: int | None = None
+        self, cluster: Cluster, sizes: DocumentSizes, count: int, limit: int | None = None
     ) -> list[DocumentForecast]:
         """The same for whole documents: a mesh for each number of devices that share a row."""
         config = self.config
-        visible = visible_shares(lengths, config.num_tokens, config.batch_size)
+        filled = fill_rows(sizes, config.num_tokens, config.batch_size)
         candidates, meshes = self._found(
             cluster,
             cluster.num_gpus,
             limit,
             lambda mesh: cluster.num_gpus // (mesh.data * mesh.tensor),
-            visible=visible,
+            visible=filled.visible,
         )
         drawn = config.documents_drawn or 1
-        return forecasts(candidates, lengths, meshes, drawn)[:count]
+        return forecasts(candidates, sizes, meshes, drawn, filled.fill)[:count]
 
-    def _lengths(self) -> np.ndarray:
-        """Tokens of some documents of the run."""
+    def _sizes(self) -> DocumentSizes:
+        """The sizes of some documents of the run."""
         documents = self.task.open_data(self.config, Layout("contiguous", 1)).documents
         assert documents is not None, "the task opens them where config.whole_documents"
-        return sample(documents.lengths)
+        return sample(documents.sizes)
 
     def _found(
         self,

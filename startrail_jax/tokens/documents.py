@@ -95,6 +95,36 @@ class DocumentCost:
         return np.where(np.asarray(visible_until) >= 0, pairs, 0).sum(1)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DocumentSizes:
+    """Tokens of documents, of which some may be trees of texts with shared beginnings."""
+
+    lengths: np.ndarray
+    """Tokens of each: int64 [documents]."""
+    stretches: np.ndarray | None = None
+    """Tokens that follow one another, int64 [stretches, 3]: the number of their document, and the
+    positions of the first and after the last one in their text. None if each document is one text.
+    """
+
+    def pairs(self, cost: DocumentCost) -> np.ndarray:
+        """Visible pairs of each, as the mean over the layers: float64 [documents]."""
+        if self.stretches is None:
+            return cost.visible_pairs(self.lengths)
+        numbers, first, last = self.stretches.T
+        own = cost.visible_pairs(last) - cost.visible_pairs(first)
+        return np.bincount(numbers, own, minlength=len(self.lengths))
+
+
+def first_of_rows(ends: np.ndarray, length: int) -> np.ndarray:
+    """The first document of each row of at most `length` tokens, and the number of documents; each
+    of these ends at so many tokens after the first, and fits a row."""
+    firsts, begun = [0], 0
+    while firsts[-1] < len(ends):
+        firsts.append(int(np.searchsorted(ends, begun + length, side="right")))
+        begun = int(ends[firsts[-1] - 1])
+    return np.array(firsts, np.int64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPart:
     """One of the parts of a batch."""

@@ -96,7 +96,7 @@ def documents_in(program, batch):
 
 def assert_all_once(seen):
     """Each of `DOCUMENTS` is once among the results of `documents_in`."""
-    wanted = (DOCUMENTS.read(number).tokens for number in range(len(DOCUMENTS.lengths)))
+    wanted = (DOCUMENTS.read(number).tokens for number in range(len(DOCUMENTS.sizes.lengths)))
     assert sorted(tuple(tokens) for tokens, *_ in seen) == sorted(map(tuple, wanted))
 
 
@@ -132,14 +132,14 @@ def test_documents_are_cut_at_the_longest_and_at_ends_of_streams():
     streams = [text([200, 0, 0, 3]), text([2, 90]), text([1, 5])]
     streams[1] = dataclasses.replace(streams[1], tokens=streams[1].tokens[:-1])  # No end.
     documents = text_documents(streams, END, LONGEST)
-    assert documents.lengths.tolist() == [96, 96, 8, 3, 2, 89, 1, 5]
+    assert documents.sizes.lengths.tolist() == [96, 96, 8, 3, 2, 89, 1, 5]
     first, second, third = (documents.read(i) for i in range(3))
     np.testing.assert_array_equal(
         np.concatenate([first.tokens, second.tokens, third.tokens, third.targets[-1:]]),
         streams[0].tokens[:201],
     )
     whole = text_documents(streams[:1], None, LONGEST)  # A file is one document.
-    assert whole.lengths.tolist() == [96, 96, 14]
+    assert whole.sizes.lengths.tolist() == [96, 96, 14]
     with refused(InputError, "got 3 tokens"):
         text_documents([dataclasses.replace(streams[0], tokens=np.array([END] * 3))], END, LONGEST)
 
@@ -168,7 +168,7 @@ def test_of_examples_only_what_is_counted_has_a_weight():
     counted = np.array([0, 0, 1, 1] + [0] * 3 + [1] * 13 + [0, 1, 1] + [0, 0, 0, 1, 1, 0, 1])
     part = EncodedExamples(tokens=tokens, counted=counted, ends=ends)
     documents = PackedExamples(part, 10, name="chat").documents
-    assert documents.lengths.tolist() == [3, 10, 2, 6]
+    assert documents.sizes.lengths.tolist() == [3, 10, 2, 6]
     row = documents.rows([[0, 2], [3]], 12)
     assert row.tokens.tolist()[0] == [1, 2, 3, 21, 22] + [0] * 7
     assert row.targets.tolist()[0] == [2, 3, 4, 22, 23] + [0] * 7
@@ -177,7 +177,7 @@ def test_of_examples_only_what_is_counted_has_a_weight():
 
 
 def numbers_in(program, batch, documents):
-    count = len(documents.lengths)
+    count = len(documents.sizes.lengths)
     read = {tuple(documents.read(number).tokens): number for number in range(count)}
     return [read[tuple(tokens)] for tokens, *_ in documents_in(program, batch)]
 
@@ -490,7 +490,7 @@ def test_token_that_ends_and_begins_documents_belongs_to_the_one_that_it_begins(
     documents = [[END, 8, 9, END], [END], [END, 10, 11, END]]
     stream = Stream(name="text", tokens=tokens, vocab_size=48)
     found = text_documents([stream], END, LONGEST, begins_too=True)
-    examples = [found.read(n) for n in range(len(found.lengths))]
+    examples = [found.read(n) for n in range(len(found.sizes.lengths))]
     read = [[*x.tokens.tolist(), x.targets[-1].item()] for x in examples]
     assert read == [x for x in documents if len(x) > 1]
     # A row from each place, as rows begin and end anywhere.

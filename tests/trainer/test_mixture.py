@@ -144,25 +144,25 @@ def test_whole_documents_have_shares_of_the_tokens(tmp_path):
     data = opened(paths, weights=(3.0, 1.0), end_of_document=0, batches="documents")
     documents = data.documents
     alone = [opened((path,), end_of_document=0, batches="documents").documents for path in paths]
-    boundary = len(alone[0].lengths)
-    np.testing.assert_array_equal(documents.lengths[boundary:], alone[1].lengths)
+    boundary = len(alone[0].sizes.lengths)
+    np.testing.assert_array_equal(documents.sizes.lengths[boundary:], alone[1].sizes.lengths)
     np.testing.assert_array_equal(documents.read(boundary)[0], alone[1].read(0)[0])
     options = dict(share=LENGTH, parts_per_step=4, window=64, epochs=documents.epochs(5))
-    stream = PartStream(documents.lengths, 4, **options)
+    stream = PartStream(documents.sizes.lengths, 4, **options)
     steps = [next(stream) for _ in range(300)]
     state = stream.get_state()
     tokens = np.zeros(2)
     for part in (part for step in steps for part in step):
         for number in (number for row in part.rows for number in row):
-            tokens[int(number >= boundary)] += documents.lengths[number]
+            tokens[int(number >= boundary)] += documents.sizes.lengths[number]
     np.testing.assert_allclose(tokens[0] / tokens.sum(), 0.75, atol=0.01)
-    resumed = PartStream(documents.lengths, 4, **options)
+    resumed = PartStream(documents.sizes.lengths, 4, **options)
     resumed.set_state(state)
     assert [next(resumed) for _ in range(9)] == [next(stream) for _ in range(9)]
     # Every document of a path comes once before any comes again.
-    epochs = mixed_epochs([x.lengths for x in alone], fractions_of((3.0, 1.0), 2), 5)
+    epochs = mixed_epochs([x.sizes.lengths for x in alone], fractions_of((3.0, 1.0), 2), 5)
     seen = Counter(x for number in range(8) for x in epochs(number).tolist())
-    for numbers in (range(boundary), range(boundary, len(documents.lengths))):
+    for numbers in (range(boundary), range(boundary, len(documents.sizes.lengths))):
         assert max(seen[x] for x in numbers) - min(seen[x] for x in numbers) <= 1
 
 

@@ -22,9 +22,10 @@ from startrail_jax import masks
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
 from startrail_jax.rings.schedule import schedule_of
+from startrail_jax.tokens.documents import DocumentCost, DocumentSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.planner import here
-from trainer.planner.documents import visible_shares
+from trainer.planner.documents import cut, fill_rows, read_lengths, sample
 from trainer.planner.gpt import sizes_of_gpt
 from trainer.planner.grid import ORDERS, Call, Settings, all_settings
 from trainer.planner.hardware import GPUS, Cluster, find_gpu
@@ -665,7 +666,7 @@ def test_no_mesh_for_documents_has_more_tensor_shards_than_key_heads(lengths_of)
 
 def test_share_of_pairs_that_documents_leave():
     lengths = np.array([5, 3, 9, 1, 14, 2, 6, 8])
-    shares = visible_shares(lengths, seq_len=4, batch=4)
+    shares = fill_rows(DocumentSizes(lengths=lengths), seq_len=4, batch=4).visible
     # As if each token had the number of its document, in the same order.
     order = np.random.default_rng(0).permutation(lengths)
     rows = np.repeat(np.arange(8), order).reshape(3, 4, 4)
@@ -676,9 +677,38 @@ def test_share_of_pairs_that_documents_leave():
 
 
 def test_documents_that_fill_no_step_come_several_times():
-    assert visible_shares(np.array([4]), seq_len=8, batch=4) == pytest.approx(
-        dict.fromkeys((1, 2, 4), 20 / 36)
-    )
+    filled = fill_rows(DocumentSizes(lengths=np.array([4])), seq_len=8, batch=4)
+    assert filled.visible == pytest.approx(dict.fromkeys((1, 2, 4), 20 / 36))
+    assert filled.fill == 1
+
+
+def test_trees_stay_whole_and_count_what_they_see():
+    """Of 28 + 8 x 4 tokens, 60 lie in a row of 64."""
+    tree = read_lengths("28+8x4")
+    ends = np.concatenate([np.full(28, 60), np.repeat(np.arange(32, 61, 4), 4)])[None]
+    (pairs,) = DocumentCost().tree_pairs(ends)
+    filled = fill_rows(cut(tree, 64), seq_len=64, batch=4)
+    assert filled.fill == 60 / 64
+    assert filled.visible == pytest.approx(dict.fromkeys((1, 2, 4), pairs / (64 * 65 / 2)))
+    with refused(InputError, "60 tokens in --lengths, with --seq-len 48"):
+        cut(tree, 48)
+
+
+def test_samples_of_trees_are_whole():
+    stretches = np.array([(0, 0, 9), (2, 0, 3), (1, 0, 4), (2, 2, 7), (1, 4, 6)])
+    sizes = DocumentSizes(lengths=np.array([9, 6, 8]), stretches=stretches)
+    drawn = sample(sizes)
+    pairs = dict(zip(sizes.lengths, sizes.pairs(DocumentCost()), strict=True))
+    assert sorted(drawn.lengths) == [6, 8, 9]
+    assert [pairs[n] for n in drawn.lengths] == drawn.pairs(DocumentCost()).tolist()
+
+
+def test_a_plan_for_trees_takes_less_than_one_for_texts(lengths_of):
+    """With as many tokens in a row, less attention is visible."""
+    asked = dict(seq_len="64K", batch=8, **SLOW_PORTS)
+    tree, text = (plan(lengths=x, **asked) for x in ("28K+9x4K", lengths_of(*[65_536] * 9)))
+    assert tree.ranked[0].seconds < text.ranked[0].seconds
+    assert tree.documents.rows_tokens_per_second > text.documents.rows_tokens_per_second
 
 
 @pytest.mark.parametrize(
@@ -688,6 +718,7 @@ def test_documents_that_fill_no_step_come_several_times():
         ("lognormal:12,12", "larger mean"),
         ("lognormal:a,b", "--lengths"),
         ("no such file", "text file"),
+        ("28K+0x4K", "at least one answer"),
         ("zero", "at least 1"),
         ("words", "text file"),
     ],

@@ -126,8 +126,8 @@ def test_a_plan_for_documents_knows_their_lengths(tmp_path):
     found = {}
     for name, lengths in {"short": [9, 2, 14, 6] * 90, "long": [127] * 40}.items():
         asked = documents(lengths, tmp_path / f"{name}.npy", mesh=MeshConfig(ring=8))
-        read = asked._lengths()
-        assert read.max() == max(lengths)
+        read = asked._sizes()
+        assert read.lengths.max() == max(lengths)
         (found[name],) = asked.document_forecasts(slow, read, 4)
     short, long = (x.tokens_per_second / x.rows_tokens_per_second for x in found.values())
     assert short > 2
@@ -137,14 +137,14 @@ def test_a_plan_for_documents_knows_their_lengths(tmp_path):
 
 def test_meshes_for_documents_are_those_that_can_run_them(tmp_path):
     asked = documents([9, 127, 30] * 50, tmp_path / "tokens.npy")
-    whole = asked.document_forecasts(TWO_NODES, asked._lengths(), 8)
+    whole = asked.document_forecasts(TWO_NODES, asked._sizes(), 8)
     speeds = [x.tokens_per_second for x in whole]
     assert len(whole) > 2
     assert speeds == sorted(speeds, reverse=True)
     assert len({x.mesh.degrees.data * x.mesh.degrees.tensor for x in whole}) == len(whole)
     few_keys = dataclasses.replace(asked.config, mesh=MeshConfig(tensor=8))
     with refused(InputError, "--plan use needs a mesh"):
-        Planner(few_keys, asked.task).document_forecasts(TWO_NODES, asked._lengths(), 1)
+        Planner(few_keys, asked.task).document_forecasts(TWO_NODES, asked._sizes(), 1)
 
 
 SMALL_GPU = dataclasses.replace(GPUS["h100"], memory_bytes=1 << 16)

@@ -298,10 +298,13 @@ def test_whole_groups_have_the_gradients_of_those_in_rows(tmp_path):
             continue
         opened = GPTTask().open_data(config, program.attention.layout)
         cost, documents = DocumentCost(), opened.documents
-        for number, pairs in enumerate(documents.pairs(cost)):
+        for number, pairs in enumerate(documents.sizes.pairs(cost)):
             row = documents.rows([[number]], 128)
             assert pairs == cost.tree_pairs(row.visible_until)
-        assert documents.pairs(cost).sum() < 0.9 * cost.visible_pairs(documents.lengths).sum()
+        assert (
+            documents.sizes.pairs(cost).sum()
+            < 0.9 * cost.visible_pairs(documents.sizes.lengths).sum()
+        )
         series = PartBatches(program.parts, opened, seed=0)
         batch = next(series)
         series.close()

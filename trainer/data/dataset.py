@@ -68,18 +68,14 @@ class Documents(Protocol):
     """Whole documents, by their number. Several threads may read from it at once."""
 
     @property
-    def lengths(self) -> Any:
-        """Number of tokens of each document, as the model reads them: integers [documents]."""
+    def sizes(self) -> Any:
+        """Tokens of the documents, as the model reads them: a
+        `startrail_jax.tokens.documents.DocumentSizes`."""
         ...
 
     def epochs(self, seed: int) -> Callable[[int], Any] | None:
         """(number of an epoch) -> the numbers of its documents, in order: as many in each epoch.
         None for all documents, shuffled."""
-        ...
-
-    def pairs(self, cost: Any) -> Any:
-        """Visible pairs of each document, float [documents], where `cost` is a
-        `startrail_jax.tokens.documents.DocumentCost`."""
         ...
 
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> Any:

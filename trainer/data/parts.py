@@ -90,12 +90,12 @@ class Parts:
 
     def describe(self, documents: Documents, *, seed: int) -> BatchDescription:
         """What the first batches of a run hold."""
-        lengths = documents.lengths
+        sizes, lengths = documents.sizes, documents.sizes.lengths
         steps = list(itertools.islice(self.stream(documents, seed=seed), DESCRIBED))
-        pairs = documents.pairs(self.cost)
+        pairs = sizes.pairs(self.cost)
         held = summary(steps, lengths, self.devices, share=self.share, cost=self.cost, pairs=pairs)
         read = [x for step in steps for part in step for row in part.rows for x in row]
-        seen = documents.pairs(DocumentCost())[read].sum() / lengths[read].sum()
+        seen = sizes.pairs(DocumentCost())[read].sum() / lengths[read].sum()
         total = sum(held.parts.values())
         shares = ", ".join(f"{n / total:.0%} on {c}" for c, n in held.parts.items())
         return BatchDescription(
@@ -127,7 +127,7 @@ class Parts:
     def stream(self, documents: Documents, *, seed: int) -> PartStream:
         """The parts of all batches of documents."""
         return PartStream(
-            documents.lengths,
+            documents.sizes.lengths,
             self.devices,
             epochs=documents.epochs(seed),
             share=self.share,
@@ -136,7 +136,7 @@ class Parts:
             seed=seed,
             cost=self.cost,
             degrees=[split.c for split in self.splits],
-            pairs=documents.pairs,
+            pairs=documents.sizes.pairs,
         )
 
     def read(self, documents: Documents, parts: Sequence[BatchPart]) -> PartBatch:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
-from jaxtyping import Float64, Int64, Integer
+from jaxtyping import Int64, Integer
 
 from startrail_jax.errors import InputError
-from startrail_jax.tokens.documents import DocumentCost
+from startrail_jax.tokens.documents import DocumentSizes
 from startrail_jax.tokens.layout import Layout
 from trainer.data.mixture import locate, mixed_epochs
 from trainer.gpt.batches import (
@@ -34,30 +34,20 @@ SCANNED_TOKENS = 1 << 24
 class TokenDocuments:
     """Documents of tokens: `trainer.data.dataset.Documents`."""
 
-    lengths: Int64[np.ndarray, " documents"]
-    """Number of tokens of each that the model reads."""
+    sizes: DocumentSizes
+    """Tokens of each that the model reads."""
     read: Callable[[int], TokenExample]
     """Returns a document by its number."""
     numbers: NumbersOf | None = None
     """The numbers that documents have beside their tokens; None for none."""
     trees: bool = False
     """Whether documents are trees of texts that share beginnings."""
-    stretches: Int64[np.ndarray, "stretches 3"] | None = None
-    """The number of a document, and one of its `stretches_of`; None if each is one text."""
     mixed: Callable[[int], Callable[[int], Int64[np.ndarray, " drawn"]]] | None = None
     """(seed) -> `Documents.epochs`, if they are of several sources."""
 
     def epochs(self, seed: int) -> Callable[[int], Int64[np.ndarray, " drawn"]] | None:
         """As `Documents.epochs`."""
         return None if self.mixed is None else self.mixed(seed)
-
-    def pairs(self, cost: DocumentCost) -> Float64[np.ndarray, " documents"]:
-        """As `Documents.pairs`."""
-        if self.stretches is None:
-            return cost.visible_pairs(self.lengths)
-        numbers, first, last = self.stretches.T
-        own = cost.visible_pairs(last) - cost.visible_pairs(first)
-        return np.bincount(numbers, own, minlength=len(self.lengths))
 
     def rows(self, rows: Sequence[Sequence[int]], length: int) -> TokenBatch:
         """Rows of documents and padding, in natural order."""
@@ -69,7 +59,7 @@ def mixed_documents(
     several: Sequence[TokenDocuments], weights: Sequence[Fraction]
 ) -> TokenDocuments:
     """The documents of several sources, drawn by their weights."""
-    lengths = [x.lengths for x in several]
+    lengths = [x.sizes.lengths for x in several]
     ends = np.cumsum([len(x) for x in lengths])
 
     def read(number: int) -> TokenExample:
@@ -77,34 +67,37 @@ def mixed_documents(
         return several[source].read(own)
 
     return TokenDocuments(
-        lengths=np.concatenate(lengths),
+        sizes=_joined([x.sizes for x in several]),
         read=read,
         numbers=several[0].numbers,
         trees=several[0].trees,
-        stretches=_joined(several),
         mixed=lambda seed: mixed_epochs(lengths, weights, seed),
     )
 
 
-def _joined(several: Sequence[TokenDocuments]) -> Int64[np.ndarray, "stretches 3"] | None:
-    """The stretches of several sources one after another."""
+def _joined(several: Sequence[DocumentSizes]) -> DocumentSizes:
+    """The documents of several sources one after another."""
+    lengths = np.concatenate([x.lengths for x in several])
+    if all(x.stretches is None for x in several):
+        return DocumentSizes(lengths=lengths)
     found, before = [], 0
-    for documents in several:
-        own = documents.stretches
+    for sizes in several:
+        own = sizes.stretches
         if own is None:
-            zeros = np.zeros_like(documents.lengths)
-            own = np.stack([np.arange(len(zeros)), zeros, documents.lengths], 1)
+            zeros = np.zeros_like(sizes.lengths)
+            own = np.stack([np.arange(len(zeros)), zeros, sizes.lengths], 1)
         found.append(own + np.array([before, 0, 0]))
-        before += len(documents.lengths)
-    return None if all(x.stretches is None for x in several) else np.concatenate(found)
+        before += len(sizes.lengths)
+    return DocumentSizes(lengths=lengths, stretches=np.concatenate(found))
 
 
-def stretches_of_all(examples: Iterable[TokenExample]) -> Int64[np.ndarray, "stretches 3"]:
-    """`TokenDocuments.stretches` of examples."""
-    found = [np.zeros((0, 3), np.int64)]
+def sizes_of(examples: Iterable[TokenExample]) -> DocumentSizes:
+    """Those of examples, each of which is a document."""
+    lengths, found = [], [np.zeros((0, 3), np.int64)]
     for number, example in enumerate(examples):
+        lengths.append(len(example.tokens))
         found.append(np.pad(stretches_of(example), ((0, 0), (1, 0)), constant_values=number))
-    return np.concatenate(found)
+    return DocumentSizes(lengths=np.array(lengths, np.int64), stretches=np.concatenate(found))
 
 
 def text_documents(
@@ -132,7 +125,9 @@ def text_documents(
         stream, start, length = pieces[number].tolist()
         return TokenExample.of(streams[stream].read(start, start + length + 1))
 
-    return TokenDocuments(lengths=np.ascontiguousarray(pieces[:, 2]), read=read)
+    return TokenDocuments(
+        sizes=DocumentSizes(lengths=np.ascontiguousarray(pieces[:, 2])), read=read
+    )
 
 
 def first_lengths(

@@ -164,7 +164,7 @@ def drawn_text(config: GPTTrainConfig, layout: Any) -> Any:
     """`Task.drawn_data`."""
     from trainer.data.dataset import Dataset, Drawn
     from trainer.gpt.batches import collate
-    from trainer.gpt.documents import TokenDocuments, stretches_of_all
+    from trainer.gpt.documents import TokenDocuments, sizes_of
     from trainer.gpt.rollouts.dataset import collate_rollouts
 
     words, length = config.model.vocab_size, config.seq_len
@@ -178,11 +178,10 @@ def drawn_text(config: GPTTrainConfig, layout: Any) -> Any:
     if config.whole_documents:
         every = [example for n in range(len(rows)) for example in rows[n]]
         documents = TokenDocuments(
-            lengths=np.array([len(x.tokens) for x in every]),
+            sizes=sizes_of(every),
             read=every.__getitem__,
             numbers=_arrays(config),
             trees=config.shares_prefixes,
-            stretches=stretches_of_all(every),
         )
     options: Any = {"arrays": _arrays(config), "trees": config.shares_prefixes}
     join = partial(collate_rollouts, layout=layout, length=length, **options)

@@ -9,27 +9,40 @@ the busiest replica has to do. Of a row, all devices count with the same work.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from startrail_jax.devices.degrees import ROLES
 from startrail_jax.errors import InputError
-from startrail_jax.tokens.documents import DocumentCost, PartStream, PartSummary, summary
+from startrail_jax.tokens.documents import (
+    DocumentCost,
+    DocumentSizes,
+    PartStream,
+    PartSummary,
+    first_of_rows,
+    summary,
+)
 from trainer.planner.grid import all_settings
 from trainer.planner.quantities import parse_count
 from trainer.planner.search import Candidates, Prediction
 
 _DRAWN = 10_000
 """Documents that are drawn from a distribution, or from a data set."""
+_TREES = 1000
+"""Trees of one shape, which are all alike."""
 _STEPS = 50
 """Steps of a batch that are assigned."""
 _SLOWEST = 1.5
 """Meshes are tried whose rows take at most so many times as long as the fastest ones."""
-_visible_pairs = DocumentCost().visible_pairs
-"""Those of causal attention without a window."""
+_CAUSAL = DocumentCost()
+"""Counts the pairs of causal attention without a window."""
+_TREE = re.compile(r"([^+:]+)\+(\d+)x([^+:]+)")
+"""A beginning, and so many answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +73,27 @@ class DocumentForecast:
         )
 
 
-def read_lengths(given: str) -> np.ndarray:
-    """Tokens of documents, int64 [documents]: drawn from a distribution, "lognormal:MEDIAN,MEAN",
-    or read from a text file with a whole number on each line."""
+def read_lengths(given: str) -> DocumentSizes:
+    """Sizes of documents: drawn from a distribution, "lognormal:MEDIAN,MEAN", read from a text file
+    with the tokens of one on each line, or a tree, "BEGINNING+NxANSWER"."""
+    if tree := _TREE.fullmatch(given):
+        beginning, answer = (parse_count(x, "--lengths") for x in tree.group(1, 3))
+        answers = int(tree[2])
+        if not answers:
+            raise InputError(
+                f"--lengths of a tree need at least one answer; got {given!r}. Write for example "
+                "28K+8x4K."
+            )
+        texts = [(0, beginning)] + [(beginning, beginning + answer)] * answers
+        numbers = np.repeat(np.arange(_TREES), len(texts))
+        return DocumentSizes(
+            lengths=np.full(_TREES, beginning + answers * answer),
+            stretches=np.column_stack([numbers, np.tile(texts, (_TREES, 1))]),
+        )
+    return DocumentSizes(lengths=_read_texts(given))
+
+
+def _read_texts(given: str) -> np.ndarray:
     if given.startswith("lognormal:"):
         sizes = [parse_count(x, "--lengths") for x in given.partition(":")[2].split(",")]
         median, mean = sizes if len(sizes) == 2 else (1, 0)
@@ -78,8 +109,9 @@ def read_lengths(given: str) -> np.ndarray:
         lengths = np.loadtxt(Path(given), np.int64, ndmin=1, encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InputError(
-            "--lengths must be lognormal:MEDIAN,MEAN or a text file with the tokens of a document "
-            f"on each line; got {given!r}: {error}. Correct it."
+            "--lengths must be lognormal:MEDIAN,MEAN, BEGINNING+NxANSWER such as 28K+8x4K, or a "
+            f"text file with the tokens of a document on each line; got {given!r}: {error}. "
+            "Correct it."
         ) from None
     if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
         raise InputError(
@@ -88,41 +120,84 @@ def read_lengths(given: str) -> np.ndarray:
     return lengths
 
 
-def sample(lengths: np.ndarray) -> np.ndarray:
-    """The lengths of at most 10,000 of the documents, drawn without replacement."""
-    count = min(len(lengths), _DRAWN)
-    return np.random.default_rng(0).choice(lengths, count, replace=False)
+def sample(sizes: DocumentSizes) -> DocumentSizes:
+    """At most 10,000 of the documents, drawn without replacement."""
+    count = min(len(sizes.lengths), _DRAWN)
+    return _chosen(sizes, np.random.default_rng(0).choice(len(sizes.lengths), count, replace=False))
 
 
-def cut(lengths: np.ndarray, longest: int) -> np.ndarray:
-    """The lengths of documents that are cut into pieces of `longest` tokens, and what is left."""
+def _chosen(sizes: DocumentSizes, numbers: np.ndarray) -> DocumentSizes:
+    """Documents by their numbers, some perhaps several times."""
+    if sizes.stretches is None:
+        return DocumentSizes(lengths=sizes.lengths[numbers])
+    order = np.argsort(sizes.stretches[:, 0], kind="stable")
+    borders = np.searchsorted(sizes.stretches[order, 0], np.arange(len(sizes.lengths) + 1))
+    counts = np.diff(borders)[numbers]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    stretches = sizes.stretches[order[np.repeat(borders[numbers], counts) + within]].copy()
+    stretches[:, 0] = np.repeat(np.arange(len(numbers)), counts)
+    return DocumentSizes(lengths=sizes.lengths[numbers], stretches=stretches)
+
+
+def cut(sizes: DocumentSizes, longest: int) -> DocumentSizes:
+    """Texts, cut into pieces of `longest` tokens and what is left; or trees, which must fit."""
+    lengths = sizes.lengths
+    if sizes.stretches is not None:
+        if lengths.max() > longest:
+            raise InputError(
+                f"A tree must fit a sequence; got {lengths.max():,} tokens in --lengths, with "
+                f"--seq-len {longest:,}. Use a larger --seq-len."
+            )
+        return sizes
     whole = np.full((lengths // longest).sum(), longest)
     rest = lengths % longest
-    return np.concatenate([whole, rest[rest > 0]])
+    return DocumentSizes(lengths=np.concatenate([whole, rest[rest > 0]]))
 
 
-def visible_shares(lengths: np.ndarray, seq_len: int, batch: int) -> dict[int, float]:
-    """Data-parallel degree -> of the pairs of causal rows, the share that documents of these
-    lengths leave to the busiest replica, as a mean over steps. That of degree 1 is of all rows.
+@dataclass(frozen=True, kw_only=True)
+class FilledRows:
+    """Rows of documents."""
 
-    Documents follow each other in random order, and the end of a row cuts them. Those that fill no
-    step come several times.
-    """
-    lengths = np.tile(lengths, -(-seq_len * batch // int(lengths.sum())))
-    ends = np.cumsum(np.random.default_rng(0).permutation(lengths))
-    steps = max(int(ends[-1]) // (seq_len * batch), 1)
-    rows = np.arange(steps * batch + 1) * seq_len
-    bounds = np.union1d(ends[ends < rows[-1]], rows)
-    of_row = np.bincount(bounds[:-1] // seq_len, _visible_pairs(np.diff(bounds)))
-    share = of_row.reshape(steps, batch) / _visible_pairs(np.array(seq_len))
-    return {
+    visible: dict[int, float]
+    """Data-parallel degree -> of the pairs of causal rows, the share that the documents leave to
+    the busiest replica, as a mean over steps. That of degree 1 is of all rows."""
+    fill: float
+    """Of the places, the share that holds tokens."""
+
+
+def fill_rows(sizes: DocumentSizes, seq_len: int, batch: int) -> FilledRows:
+    """Rows in which documents follow each other in random order. The end of a row cuts texts, and
+    trees stay whole. Those that fill no step come several times."""
+    lengths = sizes.lengths
+    times = -(-seq_len * batch // int(lengths.sum()))
+    if sizes.stretches is not None:  # Rows have padding.
+        times *= 2
+    order = np.random.default_rng(0).permutation(np.tile(np.arange(len(lengths)), times))
+    if sizes.stretches is None:
+        ends = np.cumsum(lengths[order])
+        steps = max(int(ends[-1]) // (seq_len * batch), 1)
+        rows = np.arange(steps * batch + 1) * seq_len
+        bounds = np.union1d(ends[ends < rows[-1]], rows)
+        pairs, row = _CAUSAL.visible_pairs(np.diff(bounds)), bounds[:-1] // seq_len
+        fill = 1.0
+    else:
+        firsts = first_of_rows(np.cumsum(lengths[order]), seq_len)
+        steps = max((len(firsts) - 1) // batch, 1)
+        held = order[: firsts[steps * batch]]
+        pairs = sizes.pairs(_CAUSAL)[held]
+        row = np.searchsorted(firsts, np.arange(len(held)), side="right") - 1
+        fill = float(lengths[held].sum() / (steps * batch * seq_len))
+    of_row = np.bincount(row, pairs, minlength=steps * batch)
+    share = of_row.reshape(steps, batch) / _CAUSAL.visible_pairs(np.array(seq_len))
+    visible = {
         n: float(share.reshape(steps, n, -1).mean(2).max(1).mean())
         for n in range(1, batch + 1)
         if batch % n == 0
     }
+    return FilledRows(visible=visible, fill=fill)
 
 
-def forecast(found: Candidates, lengths: np.ndarray) -> DocumentForecast | None:
+def forecast(found: Candidates, sizes: DocumentSizes, fill: float = 1.0) -> DocumentForecast | None:
     """The mesh on which whole documents, none of them longer than a row, are predicted to be the
     fastest; None if no setting of rows fits the memory and has key heads for all shards of
     `tensor`, as documents need."""
@@ -135,18 +210,23 @@ def forecast(found: Candidates, lengths: np.ndarray) -> DocumentForecast | None:
         for mesh in found.best(ours & found.mask(lambda s, n=count: s.sequence == n))
         if mesh.fits
     ]
-    return forecasts(found, lengths, meshes)[0] if meshes else None
+    return forecasts(found, sizes, meshes, fill=fill)[0] if meshes else None
 
 
 def forecasts(
-    found: Candidates, lengths: np.ndarray, meshes: Sequence[Prediction], window: int = 4096
+    found: Candidates,
+    sizes: DocumentSizes,
+    meshes: Sequence[Prediction],
+    window: int = 4096,
+    fill: float = 1.0,
 ) -> list[DocumentForecast]:
     """What is predicted for whole documents, none of them longer than a row, the fastest first: on
-    those meshes whose rows are not much slower than others. `window` is that of `PartStream`."""
+    those meshes whose rows are not much slower than others. `window` is that of `PartStream`, and
+    `fill` that of rows."""
     fastest = min(mesh.seconds for mesh in meshes)
-    rows = found.call.seq_len * found.call.batch / fastest
+    rows = fill * found.call.seq_len * found.call.batch / fastest
     tried = [
-        _on_mesh(found, mesh, lengths, window, rows)
+        _on_mesh(found, mesh, sizes, window, rows)
         for mesh in meshes
         if mesh.seconds <= _SLOWEST * fastest
     ]
@@ -154,29 +234,31 @@ def forecasts(
 
 
 def _on_mesh(
-    found: Candidates, mesh: Prediction, lengths: np.ndarray, window: int, rows: float
+    found: Candidates, mesh: Prediction, sizes: DocumentSizes, window: int, rows: float
 ) -> DocumentForecast:
     call, data, tensor = found.call, mesh.degrees.data, mesh.degrees.tensor
     devices = found.cluster.num_gpus // tensor
     longest = devices // data
     share, cost = call.padded(longest) // longest, call.model.document_cost
     parts = PartStream(
-        lengths,
+        sizes.lengths,
         devices,
         share=share,
         parts_per_step=call.batch // data,
         window=window,
         cost=cost,
         degrees=[c for c in range(1, longest + 1) if devices % c == 0],
+        pairs=sizes.pairs,
     )
     steps = list(itertools.islice(parts, _STEPS))
-    held = summary(steps, lengths, devices, share=share, cost=cost)
-    pairs = _visible_pairs(lengths)
+    options: Any = {"share": share, "cost": cost, "pairs": sizes.pairs(cost)}
+    held = summary(steps, sizes.lengths, devices, **options)
+    pairs = sizes.pairs(_CAUSAL)
     seconds = len(steps) * _once(mesh)
     for c, count in held.parts.items():
         alike = (part for step in steps for part in step if part.c == c)
         most = [max(pairs[list(row)].sum() for row in part.rows) for part in alike]
-        visible = float(np.mean(most) / _visible_pairs(np.array(c * share)))
+        visible = float(np.mean(most) / _CAUSAL.visible_pairs(np.array(c * share)))
         replicas = devices // c
         whole = replace(call, seq_len=c * share, batch=replicas, visible={replicas: visible})
         options = replace(

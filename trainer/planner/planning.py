@@ -11,7 +11,7 @@ import numpy as np
 
 from startrail_jax.errors import InputError
 from trainer.planner.command import OWN, command_of, remarks
-from trainer.planner.documents import DocumentForecast, cut, forecast, read_lengths, visible_shares
+from trainer.planner.documents import DocumentForecast, cut, fill_rows, forecast, read_lengths
 from trainer.planner.grid import Call
 from trainer.planner.hardware import Cluster, Gpu, find_gpu
 from trainer.planner.models import ModelSizes, check_model
@@ -443,7 +443,7 @@ def plan_of(
 ) -> Plan:
     """The plan of a cluster and a call: see `plan`."""
     check_options(options)
-    pieces = None
+    pieces = filled = None
     if lengths is not None:
         if not call.causal:
             raise InputError(
@@ -451,7 +451,8 @@ def plan_of(
                 f"{lengths} for {call.model.name}. Leave it out."
             )
         pieces = cut(read_lengths(lengths), call.seq_len)
-        call = replace(call, visible=visible_shares(pieces, call.seq_len, call.batch))
+        filled = fill_rows(pieces, call.seq_len, call.batch)
+        call = replace(call, visible=filled.visible)
     found = Candidates(cluster, call, options)
     ours = ~found.mask(lambda settings: settings.published)
     ranked = found.best(ours, top)
@@ -463,7 +464,9 @@ def plan_of(
         for choice in found.best(found.mask(scheme) & alone)
     }
     fits = ranked[0].fits
-    whole = None if pieces is None else forecast(found, pieces)
+    whole = None
+    if pieces is not None and filled is not None:
+        whole = forecast(found, pieces, filled.fill)
     return Plan(
         cluster=cluster,
         call=call,

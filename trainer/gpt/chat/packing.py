@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64, Integer
+from jaxtyping import Bool, Int32, Integer
 
 from startrail_jax.errors import InputError
+from startrail_jax.tokens.documents import DocumentSizes, first_of_rows
 from startrail_jax.tokens.layout import Layout
 from trainer.gpt.batches import (
     PADDING,
@@ -112,7 +113,7 @@ class PackedExamples:
     def documents(self) -> TokenDocuments:
         """The examples in the rows, as whole documents."""
         return TokenDocuments(
-            lengths=self.lengths.astype(np.int64) - 1,
+            sizes=DocumentSizes(lengths=self.lengths.astype(np.int64) - 1),
             read=lambda number: TokenExample.of(*self.example(number)),
         )
 
@@ -123,18 +124,6 @@ class PackedExamples:
         start = int(self._starts[self._examples[number]])
         place = slice(start, start + int(self.lengths[number]))
         return self._part.tokens[place].astype(np.int32), self._part.counted[place] != 0
-
-
-def first_of_rows(
-    ends: Integer[np.ndarray, " examples"], length: int
-) -> Int64[np.ndarray, " rows_and_one"]:
-    """The first example of each row of at most `length` tokens, and the number of examples; each of
-    these ends at so many tokens after the first, and fits a row."""
-    firsts, begun = [0], 0
-    while firsts[-1] < len(ends):
-        firsts.append(int(np.searchsorted(ends, begun + length, side="right")))
-        begun = int(ends[firsts[-1] - 1])
-    return np.array(firsts, np.int64)
 
 
 def collate_rows(

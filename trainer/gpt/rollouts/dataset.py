@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from startrail_jax.errors import InputError
+from startrail_jax.tokens.documents import DocumentSizes, first_of_rows
 from startrail_jax.tokens.layout import Layout
 from trainer.data.dataset import Arriving
 from trainer.data.files import RECORD_KINDS, Files, Kind, find_files, kind_of
@@ -24,7 +25,6 @@ from trainer.gpt.batches import (
     in_layout_order,
     rows_of,
 )
-from trainer.gpt.chat.packing import first_of_rows
 from trainer.gpt.chat.template import ChatTemplate
 from trainer.gpt.config import DataConfig, GPTTrainConfig
 from trainer.gpt.corpus import (
@@ -37,7 +37,7 @@ from trainer.gpt.corpus import (
     described,
     find_inputs,
 )
-from trainer.gpt.documents import TokenDocuments, stretches_of_all
+from trainer.gpt.documents import TokenDocuments, sizes_of
 from trainer.gpt.objectives.distill import TEACHER
 from trainer.gpt.objectives.preference import REFERENCES
 from trainer.gpt.rollouts.pairs import PairReader
@@ -54,8 +54,8 @@ class PackedRollouts:
     def __init__(self, documents: TokenDocuments, seq_len: int) -> None:
         """Decides which rollouts, or trees of them, share a row."""
         self._documents = documents
-        self._firsts = first_of_rows(np.cumsum(documents.lengths), seq_len)
-        self.num_tokens = int(documents.lengths.sum())
+        self._firsts = first_of_rows(np.cumsum(documents.sizes.lengths), seq_len)
+        self.num_tokens = int(documents.sizes.lengths.sum())
         """Number of tokens in the rows."""
         self.share_of_padding = 1 - self.num_tokens / max(len(self) * seq_len, 1)
 
@@ -208,12 +208,13 @@ def _rows(
     loss, arrays = config.row_loss, config.arrays
     adds_to_one = loss is not None and loss.mean_over == "examples"
     read = partial(rollouts.example, reads=tuple(arrays or ()), adds_to_one=adds_to_one)
-    documents = TokenDocuments(lengths=rollouts.lengths, read=read, numbers=arrays)
+    documents = TokenDocuments(
+        sizes=DocumentSizes(lengths=rollouts.lengths), read=read, numbers=arrays
+    )
     if config.shares_prefixes:
         documents = _trees(config, rollouts, documents)
     elif rollouts.documents is not None and config.whole_documents:
-        stretches = stretches_of_all(map(read, range(len(rollouts))))
-        documents = replace(documents, stretches=stretches)
+        documents = replace(documents, sizes=sizes_of(map(read, range(len(rollouts)))))
     return documents, PackedRollouts(documents, config.seq_len)
 
 
@@ -230,7 +231,8 @@ def _trees(
         return replace(
             documents,
             read=lambda number: as_trees(read(number), trees_of[number]),
-            **_sizes(trees_of),
+            sizes=_sizes(trees_of),
+            trees=True,
         )
 
     def tokens_of(number: int) -> Any:
@@ -241,12 +243,13 @@ def _trees(
     return replace(
         documents,
         read=lambda number: merged(trees[number], [*map(read, trees[number].members)]),
-        **_sizes([[tree] for tree in trees]),
+        sizes=_sizes([[tree] for tree in trees]),
+        trees=True,
     )
 
 
-def _sizes(trees_of: list[list[Tree]]) -> dict[str, Any]:
-    """What documents that consist of these trees are to `TokenDocuments`."""
+def _sizes(trees_of: list[list[Tree]]) -> DocumentSizes:
+    """The sizes of documents that consist of these trees."""
     stretches = [
         (number, *stretch)
         for number, trees in enumerate(trees_of)
@@ -254,11 +257,7 @@ def _sizes(trees_of: list[list[Tree]]) -> dict[str, Any]:
         for stretch in zip(tree.shared, tree.lengths, strict=True)
     ]
     lengths = np.array([sum(tree.tokens for tree in trees) for trees in trees_of], np.int64)
-    return {
-        "lengths": lengths,
-        "stretches": np.array(stretches, np.int64).reshape(-1, 3),
-        "trees": True,
-    }
+    return DocumentSizes(lengths=lengths, stretches=np.array(stretches, np.int64).reshape(-1, 3))
 
 
 def _opened(config: GPTTrainConfig, layout: Layout, found: Input, stored: Stored) -> TextDataset:
