@@ -126,6 +126,22 @@ def test_turns_whose_histories_agree_are_one_text():
     assert trees[0].tokens == 24 + 3
 
 
+@pytest.mark.parametrize("levels", [None, 2])
+def test_turns_may_be_many(levels):
+    """Each continues the one before, and every tenth branches off."""
+    text, turns = [*range(20)], []
+    for turn in range(2000):
+        more = [100 + turn, 7]
+        turns.append(example_of([*text, *more], [0] * len(text) + [1, 1]))
+        text = [*text, *more] if turn % 10 else [*text, 8, 9]
+    turns = turns[:1500] if levels is None else turns[:100]
+    tree, *others = joined(len(turns), read_of(turns), TreeLimits(tokens=9000, levels=levels))
+    assert not others
+    row = merged(tree, [turns[i] for i in tree.members])
+    assert len(row.tokens) == tree.tokens < 3 * len(turns)
+    assert st.branch_levels(row.ends[None]) == tree.levels == 2
+
+
 def test_a_pair_shares_its_prompt():
     documents = np.repeat([0, 1], [6, 7]).astype(np.int32)
     tokens = np.array([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 9], np.int32)

@@ -56,7 +56,7 @@ class Tree:
     @property
     def levels(self) -> int:
         """As `TreeLimits.levels`."""
-        return 1 + self._root.depth
+        return 1 + self._branches()[0].depth
 
     def add(self, number: int, shared: int, length: int) -> None:
         """Adds an example."""
@@ -70,9 +70,9 @@ class Tree:
             return False
         return Tree([], [*self.shared, shared], [*self.lengths, length]).levels > levels
 
-    @property
-    def _root(self) -> _Branch:
-        """The tree of stretches. What is above the first one has no tokens."""
+    def _branches(self) -> list[_Branch]:
+        """The stretches of the tree, each after what it continues. What is above the first one has
+        no tokens."""
         root = _Branch(0, 0, 0)
         path = [root]
         for member, (shared, length) in enumerate(zip(self.shared, self.lengths, strict=True)):
@@ -83,14 +83,29 @@ class Tree:
             branch = _Branch(member, shared, length)
             path[-1].below.append(branch)
             path.append(branch)
-        return root
+        found = [root]
+        for branch in found:
+            found += branch.below
+        for branch in reversed(found):
+            branch.order()
+        return found
 
     def places(self) -> tuple[list[Int64[np.ndarray, " n"]], Int32[np.ndarray, " tokens"]]:
         """The place of each token of each member in the tree, and the place after the last one that
         continues each token of the tree."""
         places = [np.full(length, -1) for length in self.lengths]
-        ends = np.zeros(self.tokens, np.int32)
-        self._root.write(0, places, ends)
+        ends, at = np.zeros(self.tokens, np.int32), 0
+        stack = [(self._branches()[0], -1)]
+        while stack:
+            branch, begun = stack.pop()
+            size = branch.stop - branch.start
+            if begun >= 0:  # All below it is written.
+                ends[begun : begun + size] = at
+                continue
+            places[branch.member][branch.start : branch.stop] = np.arange(at, at + size)
+            stack.append((branch, at))
+            stack += [(x, -1) for x in reversed(branch.below)]
+            at += size
         # What a member shares is where the one before it has it.
         for before, (own, shared) in enumerate(zip(places[1:], self.shared[1:], strict=True)):
             own[:shared] = places[before][:shared]
@@ -105,31 +120,18 @@ class _Branch:
     start: int
     stop: int
     below: list[_Branch] = field(default_factory=list)
+    depth: int = 0
+    """Slots beside the first that what is below needs: see `startrail_jax.linear.forks`."""
 
     def cut(self, at: int) -> None:
         """Divides the stretch: what is behind becomes the only one below it."""
         rest = _Branch(self.member, at, self.stop, self.below)
         self.stop, self.below = at, [rest]
 
-    @property
-    def depth(self) -> int:
-        """Slots beside the first that what is below needs: see `startrail_jax.linear.forks`. The
-        last branch follows in the slot of its beginning."""
-        depths = sorted(x.depth for x in self.below)
-        if not depths:
-            return 0
-        return max(depths[-1], *(x + 1 for x in depths[:-1])) if depths[:-1] else depths[-1]
-
-    def write(self, at: int, places: list[np.ndarray], ends: np.ndarray) -> int:
-        """Writes its tokens from a place on, and those below, the deepest branch last; returns the
-        place after them."""
-        begin, at = at, at + self.stop - self.start
-        places[self.member][self.start : self.stop] = np.arange(begin, at)
-        own = slice(begin, at)
-        for branch in sorted(self.below, key=lambda x: x.depth):
-            at = branch.write(at, places, ends)
-        ends[own] = at
-        return at
+    def order(self) -> None:
+        """Puts the deepest branch last, where it follows in the slot of its beginning."""
+        self.below.sort(key=lambda x: x.depth)
+        self.depth = max((x.depth + (x is not self.below[-1]) for x in self.below), default=0)
 
 
 def joined(count: int, read: Reads, limits: TreeLimits) -> list[Tree]:
