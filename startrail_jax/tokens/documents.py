@@ -16,6 +16,7 @@ computes the same parts.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import zlib
 from collections import Counter
@@ -168,7 +169,8 @@ def parts(
     """
     layout = _Assignment(devices, share, DocumentCost() if cost is None else cost, degrees)
     lengths = layout.checked(lengths)
-    return layout.parts(lengths, np.arange(len(lengths)), layout.checked_pairs(pairs, lengths))
+    seen = _checked_pairs(pairs, lengths, layout.cost)
+    return layout.parts(lengths, np.arange(len(lengths)), seen)
 
 
 class _Document(NamedTuple):
@@ -186,6 +188,20 @@ _Rows = tuple[int, list[list[_Document]]]
 
 def _pairs(row: Iterable[_Document]) -> float:
     return sum(document.pairs for document in row)
+
+
+def _checked_pairs(pairs: Any, lengths: np.ndarray, cost: DocumentCost) -> np.ndarray:
+    """The visible pairs of each document."""
+    if pairs is None:
+        return cost.visible_pairs(lengths)
+    found = np.asarray(pairs)
+    if found.shape != lengths.shape or found.dtype.kind not in "iuf" or not (found >= 0).all():
+        raise InputError(
+            "pairs must be numbers from 0 on, the visible pairs of each of the "
+            f"{len(lengths)} documents; got {found.dtype} {list(found.shape)}. Leave them out "
+            "for texts."
+        )
+    return found.astype(np.float64)
 
 
 class _Assignment:
@@ -244,19 +260,6 @@ class _Assignment:
                 f"share={needed}, or more devices."
             )
         return found
-
-    def checked_pairs(self, pairs: Any, lengths: np.ndarray) -> np.ndarray:
-        """The visible pairs of each document."""
-        if pairs is None:
-            return self.cost.visible_pairs(lengths)
-        found = np.asarray(pairs)
-        if found.shape != lengths.shape or found.dtype.kind not in "iuf" or not (found >= 0).all():
-            raise InputError(
-                "pairs must be numbers from 0 on, the visible pairs of each of the "
-                f"{len(lengths)} documents; got {found.dtype} {list(found.shape)}. Leave them out "
-                "for texts."
-            )
-        return found.astype(np.float64)
 
     def parts(self, lengths: np.ndarray, numbers: np.ndarray, pairs: np.ndarray) -> list[BatchPart]:
         """The parts of these documents, of those with tokens."""
@@ -385,6 +388,7 @@ class PartStream(Iterator[list[BatchPart]]):
             epochs: (number of an epoch) -> the numbers of its documents [documents], integers, in
                 order; as many in each epoch, and some may be there several times. By default, an
                 epoch has all documents, in random order.
+            pairs: (cost) -> the `pairs` of `parts`.
 
         Raises:
             ValueError: as `parts`, or if no document has a token.
@@ -393,7 +397,9 @@ class PartStream(Iterator[list[BatchPart]]):
         assignment = _Assignment(devices, share, cost, degrees)
         self._lengths = assignment.checked(lengths)
         self._epochs = epochs or self._all_documents
-        self._pairs = pairs or (lambda cost: cost.visible_pairs(self._lengths))
+        self._given_pairs = pairs
+        # Windows have the same cost, but for those of a state that was saved with another.
+        self._pairs = functools.lru_cache(maxsize=1)(self._pairs_at)
         if not np.count_nonzero(self._lengths):
             raise InputError(
                 "Some document must have a token; got documents of the lengths "
@@ -429,6 +435,11 @@ class PartStream(Iterator[list[BatchPart]]):
         documents = np.flatnonzero(self._lengths)
         return documents[shuffled(len(documents), self.order["seed"], epoch)]
 
+    def _pairs_at(self, cost: DocumentCost) -> np.ndarray:
+        """The visible pairs of all documents."""
+        given = self._given_pairs
+        return _checked_pairs(None if given is None else given(cost), self._lengths, cost)
+
     def _go_to(self, epoch: int, window: int, stretches: list[dict[str, Any]]) -> None:
         """Opens a window.
 
@@ -460,8 +471,7 @@ class PartStream(Iterator[list[BatchPart]]):
             DocumentCost(**{**settings["cost"], "windows": tuple(settings["cost"]["windows"])}),
             settings["degrees"],
         )
-        pairs = assignment.checked_pairs(self._pairs(assignment.cost), self._lengths)
-        parts = assignment.parts(self._lengths, numbers, pairs)
+        parts = assignment.parts(self._lengths, numbers, self._pairs(assignment.cost))
         order = shuffled(len(parts), self.order["seed"], self.epoch, self._window)
         groups = np.array_split(order, -(-len(parts) // settings["parts_per_step"]))
         return [[parts[i] for i in sorted(group)] for group in groups]
@@ -567,9 +577,9 @@ def summary(
         cost: as for `parts`.
         pairs: as for `parts`.
     """
-    assignment = _Assignment(devices, share, DocumentCost() if cost is None else cost, None)
+    cost = DocumentCost() if cost is None else cost
     lengths = np.asarray(lengths, np.int64)
-    seen, cost = assignment.checked_pairs(pairs, lengths), assignment.cost
+    seen = _checked_pairs(pairs, lengths, cost)
     tokens = alone = 0
     work = seconds = hops = 0.0
     count: Counter[int] = Counter()
