@@ -155,11 +155,11 @@ def recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[Ar
     def add(state: Array, x: Any) -> tuple[Array, Array]:
         token, fresh, real = x
         before = jnp.where(wide(fresh, state), 0, state)
-        after, out = one_token(attention, before, token)
+        after, out = _one_token(attention, before, token)
         state = jnp.where(wide(real, state), after, state)
         return state, jnp.where(wide(real, out), out, 0)
 
-    steps = repeated(tokens, state.shape[1]), fresh, jnp.asarray(ids >= 0)
+    steps = _repeated(tokens, state.shape[1]), fresh, jnp.asarray(ids >= 0)
     last, out = lax.scan(add, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
     return jnp.moveaxis(out, 0, 1), last
 
@@ -167,24 +167,34 @@ def recurrence(attention: LinearAttention, ids: Any, *arrays: Array) -> tuple[Ar
 def recurrence_of_trees(attention: LinearAttention, ends: np.ndarray, *tokens: Array) -> Array:
     """The same for trees, with one state for each slot: only the output."""
     slots, fresh = branch_slots(ends)
+    # State 0 stays zero: from it, texts begin.
+    places = slots + 1 - fresh, slots + 1
+    return recurrence_at(attention, *places, ends >= 0, int(slots.max()) + 2, *tokens)
+
+
+def recurrence_at(
+    attention: LinearAttention, before: Any, after: Any, real: Any, count: int, *tokens: Array
+) -> Array:
+    """The output, token by token, with `count` states, which are 0 at first: each token begins with
+    that of the number `before`, and replaces `after`, integers [batch, seq]. One that is not real
+    replaces none, and its output is 0."""
     heads = max(x.shape[2] for x in tokens)
-    rows, dims = np.arange(len(ends)), (tokens[0].shape[3], tokens[2].shape[3])
-    # Slot 0 is a state of zeros, from which texts begin.
-    empty = jnp.zeros((len(ends), int(slots.max()) + 2, heads, *dims), tokens[0].dtype)
+    rows, dims = jnp.arange(len(tokens[0])), (tokens[0].shape[3], tokens[2].shape[3])
+    # The last one is for tokens that are not real.
+    shape = (len(rows), count + 1, heads, *dims)
+    empty = jnp.zeros(shape, jnp.promote_types(tokens[0].dtype, jnp.float32))
 
     def add(states: Array, x: Any) -> tuple[Array, Array]:
-        token, slot, fresh, real = x
-        after, out = one_token(attention, states[rows, slot + 1 - fresh], token)
-        written = states.at[rows, slot + 1].set(after)
-        states = jnp.where(wide(real, states), written, states)
-        return states, jnp.where(wide(real, out), out, 0)
+        token, start, end, real = x
+        state, out = _one_token(attention, states[rows, start], token)
+        return states.at[rows, end].set(state), jnp.where(wide(real, out), out, 0)
 
-    steps = repeated(tokens, heads), slots, fresh.astype(int), ends >= 0
+    steps = _repeated(tokens, heads), before, jnp.where(real, after, count), real
     steps = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), steps)
     return jnp.moveaxis(lax.scan(add, empty, steps)[1], 0, 1)
 
 
-def one_token(attention: LinearAttention, state: Array, token: Any) -> tuple[Array, Array]:
+def _one_token(attention: LinearAttention, state: Array, token: Any) -> tuple[Array, Array]:
     """The states [b h k v] after one token of each row, and its outputs."""
     query, key, value, decay, beta = token
     after = attention.rule.token(state, key, value, decay, beta)
@@ -192,7 +202,7 @@ def one_token(attention: LinearAttention, state: Array, token: Any) -> tuple[Arr
     return after, scale * jnp.einsum("bhkv,bhk->bhv", after, query, precision="highest")
 
 
-def repeated(tokens: Sequence[Array], heads: int) -> list[Array]:
+def _repeated(tokens: Sequence[Array], heads: int) -> list[Array]:
     """Query, key, value, decay [batch, seq, heads, 1 or k] and beta, with the heads of states."""
     found = [jnp.repeat(x, heads // x.shape[2], axis=2) for x in tokens]
     found[3] = found[3] if found[3].ndim == 4 else found[3][..., None]

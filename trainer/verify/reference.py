@@ -23,7 +23,7 @@ from models.hooks import Hooks
 from startrail_jax.attention import Attention
 from startrail_jax.linear.attention import LinearAttention
 from startrail_jax.linear.halo import wide
-from startrail_jax.linear.testing import one_token, recurrence, repeated
+from startrail_jax.linear.testing import recurrence, recurrence_at
 from startrail_jax.masks.algebra import causal_window
 from startrail_jax.testing import dense_attention
 from startrail_jax.xla.compiler import quick_options
@@ -154,11 +154,13 @@ class _Recurrence:
         segment_ids: Array | None = None,
         visible_until: Array | None = None,
     ) -> Array:
-        heads, rows = decay.shape[2], len(query)
-        state = jnp.zeros((rows, heads, query.shape[3], value.shape[3]), jnp.float32)
+        heads, (rows, length) = decay.shape[2], query.shape[:2]
         tokens = query, key, value, decay, beta
-        if visible_until is not None:
-            return _recurrence_of_trees(self.attention, visible_until, state, *tokens)
+        if visible_until is not None:  # A state after each token, and one before the first.
+            own = jnp.broadcast_to(jnp.arange(length)[None], (rows, length))
+            places = _parents(visible_until), own, visible_until >= 0
+            return recurrence_at(self.attention, *places, length + 1, *tokens)
+        state = jnp.zeros((rows, heads, query.shape[3], value.shape[3]), jnp.float32)
         return recurrence(self.attention, segment_ids, *tokens, state)[0]
 
     def causal_conv(
@@ -205,21 +207,3 @@ def _parents(visible_until: Array) -> Array:
     before = _continued(visible_until) & (place < jnp.arange(length)[None, :, None])
     parents = jnp.where(before, place, -1).max(-1)
     return jnp.where(parents < 0, length, parents)
-
-
-def _recurrence_of_trees(
-    attention: LinearAttention, visible_until: Array, empty: Array, *tokens: Array
-) -> Array:
-    """Linear attention over trees, with the state after each token."""
-    rows, length = visible_until.shape
-    # The last one is that before the first token.
-    states = jnp.zeros((length + 1, *empty.shape), empty.dtype)
-    steps = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), repeated(tokens, empty.shape[1]))
-    steps = steps, _parents(visible_until).T, visible_until.T >= 0, jnp.arange(length)
-
-    def add(states: Array, x: Any) -> tuple[Array, Array]:
-        token, parent, real, place = x
-        after, out = one_token(attention, states[parent, jnp.arange(rows)], token)
-        return states.at[place].set(after), jnp.where(wide(real, out), out, 0)
-
-    return jnp.moveaxis(jax.lax.scan(add, states, steps)[1], 0, 1)
