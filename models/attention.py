@@ -64,7 +64,7 @@ class GPTAttention(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.attention_fn = attention_fn
-        self.gated = config.attention_gate
+        self.gated, self.interleaved = config.attention_gate, config.rope.interleaved
         make_norm = MakeNorm(config.norm_eps, config.norm_offset, hooks.mean_over_tensor)
         weights, sizes = attention.weights(config), attention.sizes(config)
         sizes |= {"width": config.width}
@@ -83,10 +83,10 @@ class GPTAttention(nnx.Module):
         gate = None
         if self.gated:
             query, gate = jnp.split(query, 2, axis=-1)
-        query = _normalised_and_rotated(query, self.query_norm, rotation)
+        query = self._normalised_and_rotated(query, self.query_norm, rotation)
         query, x = compute_first(query, x)
         key = biased(projected(self.key(x)), self.key_bias)
-        key = _normalised_and_rotated(key, self.key_norm, rotation)
+        key = self._normalised_and_rotated(key, self.key_norm, rotation)
         # In the words of `jax.nn.dot_product_attention`; only what a layer has is asked for.
         options: dict[str, Any] = {} if window is None else {"local_window_size": (window - 1, 0)}
         if self.sinks is not None:
@@ -104,12 +104,14 @@ class GPTAttention(nnx.Module):
         attention_fn = functools.partial(self.attention_fn, **documents)
         return lambda *arrays, **options: (attention_fn(*arrays, **options), None)
 
-
-def _normalised_and_rotated(
-    x: Float[Array, "B T heads H"],
-    norm: nnx.RMSNorm | NormOverHeads | None,
-    rotation: Rotation,
-) -> Float[Array, "B T heads H"]:
-    """Queries or keys with their positions. Nothing is rounded between norm and rotation."""
-    out = x if norm is None else norm(x)
-    return (out if rotation is None else rotate(out, rotation)).astype(x.dtype)
+    def _normalised_and_rotated(
+        self,
+        x: Float[Array, "B T heads H"],
+        norm: nnx.RMSNorm | NormOverHeads | None,
+        rotation: Rotation,
+    ) -> Float[Array, "B T heads H"]:
+        """Queries or keys with their positions. Nothing is rounded between norm and rotation."""
+        out = x if norm is None else norm(x)
+        if rotation is not None:
+            out = rotate(out, rotation, interleaved=self.interleaved)
+        return out.astype(x.dtype)

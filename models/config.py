@@ -43,6 +43,9 @@ class RopeConfig:
     channels: int | None = None
     """Number of channels of each head that turn: the first ones, an even number. The default is all
     of them."""
+    interleaved: bool = False
+    """True if neighbouring channels (2 i, 2 i + 1) turn together, as in GLM 4; by default, the
+    channels i and i + channels / 2 do."""
     stretches: Literal["all", "global"] = "all"
     """The layers whose angles `scaling` shrinks: all, or the layers without a window, as in Gemma
     3. Without a scaling, it has no effect."""

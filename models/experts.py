@@ -150,6 +150,8 @@ class Experts(nnx.Module):
         if given is None:
             bias = self.choice_bias
             order = logits if bias is None else scores + bias[...][None, None]
+            if self.config.groups > 1:
+                order = self._of_best_groups(scores if bias is None else order)
             chosen = lax.top_k(order, self.config.top_k)[1]
         else:
             chosen = given.astype(jnp.int32)
@@ -158,6 +160,7 @@ class Experts(nnx.Module):
             shares = jax.nn.softmax(jnp.take_along_axis(logarithms, chosen, axis=-1))
         else:
             shares = jnp.take_along_axis(scores, chosen, axis=-1)
+        shares = self.config.share_scale * shares
         if token_weights is None:
             token_weights = jnp.ones(x.shape[:2], jnp.float32)
         counts = jnp.zeros(self.config.count).at[chosen].add(token_weights[..., None])
@@ -171,12 +174,22 @@ class Experts(nnx.Module):
         balance = Balance(load, jnp.einsum("bt,bte->e", token_weights, probabilities) / weight)
         if self.config.z_loss:
             auxiliary += self.config.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1))
-        if self.choice_bias is not None:
+        if self.choice_bias is not None and self.config.balance_rate:
             # Value 0; its gradient is the expert's excess load.
             bias = self.choice_bias[...] - lax.stop_gradient(self.choice_bias[...])
             auxiliary += bias @ (load - jnp.mean(load))
         busiest = jnp.max(load) * self.config.count / self.config.top_k
         return Route(chosen, shares, auxiliary, balance, busiest)
+
+    def _of_best_groups(
+        self, order: Float32[Array, "B T experts"]
+    ) -> Float32[Array, "B T experts"]:
+        """The scores by which experts are chosen, -inf outside of the best groups."""
+        groups = order.reshape(*order.shape[:2], self.config.groups, -1)
+        sums = jnp.sum(lax.top_k(groups, 2)[0], axis=-1)
+        best = lax.top_k(sums, self.config.top_groups)[1]
+        is_best = jnp.any(jax.nn.one_hot(best, self.config.groups, dtype=bool), axis=-2)
+        return jnp.where(is_best[..., None], groups, -jnp.inf).reshape(order.shape)
 
     def __call__(
         self,

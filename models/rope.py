@@ -30,7 +30,7 @@ class Rope:
     """Angles of the rotary embedding of the first `head_dim` channels of heads."""
 
     head_dim: int
-    """Channels of a head that turn, even; the pairs are (i, i + head_dim / 2)."""
+    """Channels of a head that turn, even."""
     base: float = 10_000.0
     """Wavelengths range from 2 pi to about 2 pi * base tokens."""
     scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = "none"
@@ -123,17 +123,27 @@ class Rope:
 
 
 def rotate(
-    x: Float[Array, "B T heads H"], rotation: Float32[Array, "2 B T half"]
+    x: Float[Array, "B T heads H"],
+    rotation: Float32[Array, "2 B T half"],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "B T heads H"]:
-    """Rotates the channel pairs (i, i + half) of every head by `rotation`, in float32.
+    """Rotates the channel pairs (i, i + half) of every head by `rotation`, in float32; or, if they
+    are interleaved, the neighbours (2 i, 2 i + 1).
 
     Where a head has more channels than 2 * half, the others stay as they are.
     """
     turns = 2 * rotation.shape[-1]
     if turns < x.shape[-1]:
         first, unrotated = x[..., :turns], x[..., turns:]
-        return jnp.concatenate([rotate(first, rotation), unrotated], axis=-1)
+        turned = rotate(first, rotation, interleaved=interleaved)
+        return jnp.concatenate([turned, unrotated], axis=-1)
     cos, sin = rotation[:, :, :, None, :]
+    if interleaved:
+        pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+        both = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
+        return both.reshape(x.shape).astype(x.dtype)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -141,7 +151,7 @@ def rotate(
 
 def ropes_of(config: GPTConfig) -> tuple[Rope | None, ...]:
     """The rotary positions of each layer of a model."""
-    of_all = ("bases", "stretches", "channels")
+    of_all = ("bases", "stretches", "channels", "interleaved")
     scaling = {name: value for name, value in vars(config.rope).items() if name not in of_all}
 
     def rope(base: float | None, window: int | None) -> Rope | None:

@@ -23,7 +23,7 @@ from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, MakeNorm, NormOverHeads, biased, projected, run_blocks
 from models.linear import linear
 from models.modulation import TIME_SCALE, add_gated, layer_norm, modulate, sinusoids
-from models.rope import Rope
+from models.rope import Rope, rotate
 from startrail_jax.xla.ordering import compute_first
 
 IMAGE_EPSILON = 1e-5
@@ -378,11 +378,4 @@ def _of_tokens(
 def _rotated(
     x: Float[Array, "B T heads H"], rotation: Float32[Array, "2 B T half"] | None
 ) -> Float[Array, "B T heads H"]:
-    """Rotates the neighbouring channels (2 i, 2 i + 1) of every head, in float32."""
-    if rotation is None:
-        return x
-    cos, sin = rotation[:, :, :, None, :]
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
-    first, second = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    return turned.reshape(x.shape)
+    return x if rotation is None else rotate(x, rotation, interleaved=True)

@@ -39,6 +39,17 @@ class ExpertsConfig:
     """Function that turns the logits of the router into the shares of experts in the output."""
     normalised: bool = True
     """True if the shares of the experts of a token are divided by their sum."""
+    share_scale: float = 1.0
+    """Factor of the shares, as in DeepSeek V3 (https://arxiv.org/abs/2412.19437)."""
+    choice_bias: bool = False
+    """True if a bias of each expert counts in the choice of experts, and in nothing else. No
+    gradient reaches it, and `balance_rate`, with which it is always there, moves it."""
+    groups: int = 1
+    """Number of groups, neighbours of equal number, that the experts are divided into: see
+    `top_groups`."""
+    top_groups: int = 1
+    """Number of groups among whose experts a token chooses: those with the largest sums of the two
+    best scores, biases included (DeepSeek V3, section 2.1.2)."""
     balance_loss: float = 0.001
     """Factor of the loss that balances the experts: count * sum_e load_e * probability_e, where
     load_e is the number of tokens that go to expert e, for each token, and probability_e its mean
@@ -67,6 +78,19 @@ class ExpertsConfig:
                 "model.experts.top_k must be at most model.experts.count; got "
                 f"top_k={self.top_k}, count={self.count}. Change one of them."
             )
+        for name in ("groups", "top_groups"):
+            check_minimum(f"model.experts.{name}", getattr(self, name), 1)
+        per_group = self.count // self.groups
+        enough = self.top_groups == 1 == self.groups or per_group >= 2
+        fits = self.top_k <= self.top_groups * per_group
+        if self.count % self.groups or self.top_groups > self.groups or not (enough and fits):
+            raise InputError(
+                "model.experts.groups must divide the experts into groups of 2 or more, of which "
+                "top_groups have the experts of a token; got "
+                f"count={self.count}, groups={self.groups}, top_groups={self.top_groups}, top_k="
+                f"{self.top_k}. Leave the groups out for none."
+            )
+        check_range("model.experts.share_scale", self.share_scale, "above 0 and finite")
         if self.shared_gate and not self.shared_width:
             raise InputError(
                 "model.experts.shared_gate needs a shared expert; got shared_width=0. Give "
@@ -87,6 +111,11 @@ class ExpertsConfig:
             flags="--model.feed-forwards experts",
         )
 
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether a bias counts in the choice of experts."""
+        return self.choice_bias or self.balance_rate > 0
+
     def of_model(self, model: Model) -> Any:
         """The options with all sizes filled in; the model gives the defaults."""
         return replace(self, width=self.width or model.mlp_width)
@@ -105,7 +134,7 @@ def weights_of(experts: ExpertsConfig) -> dict[str, Weight]:
         "expert_up/kernel": projection("experts: width | expert_mlp"),
         "expert_down/kernel": projection("experts: expert_mlp | width", "out"),
     }
-    if experts.balance_rate:
+    if experts.has_choice_bias:
         declared["choice_bias"] = bias("experts")
     if experts.biases:
         declared["router_bias"] = bias("experts")

@@ -36,6 +36,7 @@ SIZES = dict(
     pad_token_id=None,
 )
 LENGTH = 32
+BIAS = "e_score_correction_bias"
 LARGEST_ERROR = 1e-4
 """Of logits, relative to the largest, beside float64; or four times that of PyTorch in float32."""
 EAGER = dict(attn_implementation="eager", experts_implementation="eager")
@@ -111,6 +112,19 @@ ODD = [
     dict(clip_qkv=0.1),
     dict(output_router_logits=True, router_aux_loss_coef=0.5),
     dict(shared_expert_intermediate_size=0),
+    dict(n_shared_experts=0),
+    dict(n_shared_experts=2),
+    dict(routed_scaling_factor=2.5),
+    dict(n_group=2),
+    dict(n_group=2, topk_group=2, num_experts_per_tok=4),
+    dict(n_group=3),
+    dict(n_group=4, topk_group=2),
+    dict(n_group=2, num_experts_per_tok=3),
+    dict(n_group=2, topk_group=3),
+    dict(first_k_dense_replace=0),
+    dict(first_k_dense_replace=2),
+    dict(first_k_dense_replace=3),
+    dict(num_nextn_predict_layers=2),
 ]
 
 
@@ -125,7 +139,7 @@ def settings_of(family):
     if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         base["full_attention_interval"] = 2
     if FAMILIES[family].experts is not None:
-        count = "num_local_experts" if family in ("mixtral", "gpt_oss") else "num_experts"
+        count = FAMILIES[family].experts.count
         sizes = {count: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
         sizes["shared_expert_intermediate_size"] = 10
         base |= {key: value for key, value in sizes.items() if key in FAMILIES[family].keys}
@@ -136,7 +150,8 @@ def settings_of(family):
     yield base
     wide = ("hidden_size", "intermediate_size", "num_hidden_layers")
     only = {**ONLY, **FAMILIES[family].only}
-    flags = {*only, "tie_word_embeddings", "use_sliding_window"}
+    flags = {*only, *FAMILIES[family].switches, "tie_word_embeddings", "use_sliding_window"}
+    flags |= {"norm_topk_prob"} & {*FAMILIES[family].keys}
     for key in sorted({*READ, *FAMILIES[family].keys, *only} - {"model_type"}):
         if key not in wide:
             yield {name: value for name, value in base.items() if name != key}
@@ -159,6 +174,9 @@ def logits_of_torch(folder, tokens):
             for name, weight in model.named_parameters():
                 noise = torch.randn_like(weight)
                 weight.copy_(1 + noise / 4 if "norm" in name else noise * weight.shape[-1] ** -0.5)
+            for name, bias in model.named_buffers():
+                if name.endswith(BIAS):
+                    bias.copy_(torch.randn_like(bias) / 4)
             ids = torch.tensor(tokens)
             narrow = model(input_ids=ids).logits.numpy()
             logits = copy.deepcopy(model).double()(input_ids=ids).logits.numpy()
@@ -170,6 +188,7 @@ def logits_of_torch(folder, tokens):
         (folder / "config.json").write_bytes(values)
     else:
         weights = {name: x.detach().contiguous() for name, x in model.named_parameters()}
+        weights |= {name: x for name, x in model.named_buffers() if name.endswith(BIAS)}
         safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return logits, error_of(narrow, logits), windows_of(config)
 

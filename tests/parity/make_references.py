@@ -194,6 +194,27 @@ CASES = {
     ),
     "gemma3_images": ("Gemma3", GEMMA3, "bfloat16"),
     "mistral3": ("Mistral3", dict(model_type="mistral", sliding_window=5), "float32"),
+    # Half of the channels turn, neighbours together.
+    "glm4": ("Glm4", dict(partial_rotary_factor=0.5, num_hidden_layers=3), "float32"),
+    # A dense layer, two groups of experts, and biases in their choice.
+    "glm4_moe": (
+        "Glm4Moe",
+        dict(
+            num_hidden_layers=3,
+            attention_bias=True,
+            use_qk_norm=True,
+            moe_intermediate_size=12,
+            num_experts_per_tok=3,
+            n_routed_experts=9,
+            n_shared_experts=2,
+            n_group=3,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=0,
+        ),
+        "float32",
+    ),
 }
 TOWER = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8,
@@ -235,6 +256,9 @@ def make_model(name, seed):
             noise = torch.randn_like(weight)
             scale = centre + noise / 4 if "norm" in path else noise * weight.shape[-1] ** -0.5
             weight.copy_(scale.to(getattr(torch, dtype)))
+        for path, bias in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                bias.copy_(torch.randn_like(bias) / 4)
     return model, dtype
 
 

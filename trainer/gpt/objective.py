@@ -65,14 +65,16 @@ class NextToken(Objective):
         return model.hidden(*arrays, **_options(batch))
 
     def make_optimizer(self, default: optax.GradientTransformation) -> optax.GradientTransformation:
-        rate = self._config.model.experts.balance_rate
-        if not rate:
+        experts = self._config.model.experts
+        if not experts.has_choice_bias:
             return default
-        steps = optax.chain(optax.scale_by_sign(), optax.scale(-rate))
+        rate: Any = experts.balance_rate
+        steps = optax.chain(optax.scale_by_sign(), optax.scale(-rate)) if rate else None
+        steps = steps or optax.set_to_zero()
         return optax.partition({"default": default, "balance": steps}, _balanced)
 
     def gradients_of_loss(self, gradients: Any) -> Any:
-        if not self._config.model.experts.balance_rate:
+        if not self._config.model.experts.has_choice_bias:
             return gradients
         labels = _balanced(gradients)
         return jax.tree.map(lambda x, y: None if y == "balance" else x, gradients, labels)

@@ -42,7 +42,7 @@ OF_WEIGHTS = ("model.", "lora.", "frozen")
 """How the names of settings begin that say which weights a run has, and which of them it trains."""
 WITHOUT_WEIGHTS = (
     *("model.rope.", "model.experts.balance_loss", "model.experts.balance_over"),
-    "model.experts.z_loss",
+    *("model.experts.balance_rate", "model.experts.z_loss"),
 )
 """Settings of a model with which its weights keep their meaning."""
 

@@ -21,6 +21,7 @@ from trainer.gpt.pretrained.defaults import GENERATION, files_of_tokenizer
 from trainer.gpt.pretrained.families.table import FAMILIES
 from trainer.gpt.pretrained.tensors import (
     IMAGES,
+    layer_behind,
     name_of_text,
     part_of,
     part_of_scores,
@@ -85,8 +86,13 @@ def open_pretrained(config: GPTTrainConfig, shapes: Any) -> Iterator[Pretrained]
     described, model = read_description(folder), config.model
     # A model of words that becomes one of scores has another head.
     is_new = model.scores and not described.model.scores
-    parts = part_of_scores if is_new else part_of
-    with open_tensors(folder, name_of=name_of_text, part_of=parts) as tensors:
+    of_part = part_of_scores if is_new else part_of
+    predicts = FAMILIES[described.family].predicting is not None
+
+    def part(name: str) -> str | None:
+        return (layer_behind(name, model.layers) if predicts else None) or of_part(name)
+
+    with open_tensors(folder, name_of=name_of_text, part_of=part) as tensors:
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         named = {path_name(path): tuple(x.shape) for path, x in leaves}
         by_weight = dict(places(named, model, described.family))

@@ -23,7 +23,9 @@ def plain(model: GPTConfig) -> GPTConfig:
         width = model.experts.of_model(model).width
         # Without dense layers, there is no MLP.
         mlp_width = model.mlp_width if "mlp" in feed_forwards else width
-        model = replace(model, experts=replace(model.experts, width=width), mlp_width=mlp_width)
+        biased = model.experts.has_choice_bias
+        experts = replace(model.experts, width=width, choice_bias=biased)
+        model = replace(model, experts=experts, mlp_width=mlp_width)
     if "linear" in model.mixers:
         linear = model.linear.of_model(model)
         norm_eps = None if linear.norm_eps == model.norm_eps else linear.norm_eps
@@ -50,7 +52,10 @@ def without_losses(model: GPTConfig) -> GPTConfig:
     model = plain(model)
     if "experts" not in model.feed_forwards:
         return model
-    losses: dict[str, Any] = {"balance_loss": 0.0, "balance_over": "layer", "z_loss": 0.0}
+    losses: dict[str, Any] = {
+        **dict.fromkeys(("balance_loss", "balance_rate", "z_loss"), 0.0),
+        "balance_over": "layer",
+    }
     return replace(model, experts=replace(model.experts, **losses))
 
 

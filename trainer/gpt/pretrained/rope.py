@@ -164,7 +164,8 @@ class BasesByWindow(OneBase):
 
 
 def _turns_whole_pairs(model: GPTConfig) -> bool:
-    return model.rope.truncate and model.rope.channels is None
+    rope = model.rope
+    return rope.truncate and rope.channels is None and not rope.interleaved
 
 
 def rope_values(model: GPTConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Both rotate the channel pairs (i, i + head_dim / 2).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -86,6 +87,13 @@ def part_of(name: str) -> str | None:
     """The prefix of the other part of a model to which a tensor belongs; None for the text
     model."""
     return next((prefix for prefix in OTHER_PARTS if name.startswith(prefix)), None)
+
+
+def layer_behind(name: str, layers: int) -> str | None:
+    """The prefix of a tensor of a layer behind the last, which predicts more than one token; None
+    for others."""
+    found = re.match(r"(model\.layers\.(\d+)\.)", name_of_text(name))
+    return found[1] if found and int(found[2]) >= layers else None
 
 
 def part_of_scores(name: str) -> str | None:

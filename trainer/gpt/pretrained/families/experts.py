@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Shaped
@@ -17,7 +17,7 @@ from trainer.gpt.pretrained.values import ConfigValues
 from trainer.weights.files import Tensors
 from trainer.weights.places import TRANSPOSED, Groups
 
-COUNTS = ("num_experts", "num_local_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts; a file has one of them."""
 SIZES = {"num_experts_per_tok": "top_k", "moe_intermediate_size": "width"}
 WITH_SHARED = SIZES | {"shared_expert_intermediate_size": "shared_width"}
@@ -54,18 +54,25 @@ class ExpertLayers:
     """The key of the number of experts in an export."""
     tensors: Mapping[str, tuple[str, Groups]] = field(default_factory=lambda: TENSORS)
     """Weight of a layer -> tensor of a layer."""
+    varied: ClassVar[tuple[str, ...]] = ()
+    """Options that a file gives beside sizes, as few families' do."""
 
     def fits(self, model: GPTConfig, keys: tuple[str, ...]) -> bool:
         """True if a family with these keys has the layers of experts of a model."""
         experts, feeds = model.experts, model.layer_feed_forwards
-        same = ("activation", "biases", "shared_gate", "scores")
+        same = ("activation", "biases", "shared_gate", "scores", "has_choice_bias")
+        # Options that others than the family's config give have the values of most families.
+        same += tuple(x for x in ("groups", "top_groups", "share_scale") if x not in self.varied)
         return (
             all(getattr(experts, name) == getattr(self.config, name) for name in same)
-            and not experts.balance_rate
-            and (experts.shared_width > 0) == ("shared_width" in self.sizes.values())
+            and (experts.shared_width > 0) == (self.config.shared_width > 0)
             and (experts.normalised or NORMALISED_SHARES in keys)
-            and ("mlp" not in feeds or DENSE[0] in keys)
+            and self.fits_dense(feeds, keys)
         )
+
+    def fits_dense(self, feeds: tuple[str, ...], keys: tuple[str, ...]) -> bool:
+        """True if the layers without experts may be these."""
+        return "mlp" not in feeds or DENSE[0] in keys
 
     def read(self, values: ConfigValues, keys: tuple[str, ...], layers: int) -> dict[str, Any]:
         """The options of a model for its layers of experts, and the list of these layers."""
@@ -79,7 +86,12 @@ class ExpertLayers:
         # transformers adds the loss only if it gives the logits of the router, too.
         sizes["balance_loss"] = values.real(BALANCE) if read.get(LOSSES[1]) else 0.0
         sizes["balance_over"] = "model"
-        dense, step = (read.get(key) for key in DENSE)
+        feeds = self.feeds(values, layers)
+        return {"experts": replace(self.config, **sizes), "feed_forwards": pattern(feeds)}
+
+    def feeds(self, values: ConfigValues, layers: int) -> list[str]:
+        """The feed-forward of each layer."""
+        dense, step = (values.values.get(key) for key in DENSE)
         dense = dense or ()
         if not all(type(x) is int and 0 <= x < layers for x in dense):
             needed = f"a list of numbers of layers, from 0 to {layers - 1}"
@@ -88,7 +100,7 @@ class ExpertLayers:
         feeds = ["mlp" if i in dense or (i + 1) % step else "experts" for i in range(layers)]
         if "experts" not in feeds:
             raise values.wrong(DENSE[0], "such that a layer has experts", dense)
-        return {"experts": replace(self.config, **sizes), "feed_forwards": pattern(feeds)}
+        return feeds
 
     def values(self, model: GPTConfig) -> dict[str, Any]:
         """The values of a config.json for experts; a family uses some of them."""

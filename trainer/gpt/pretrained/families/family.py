@@ -93,12 +93,17 @@ class Family:
     """Keys with the few values that are supported."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The `OPTIONS` whose values differ from those of most families."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Keys of a file that switch one of the `OPTIONS` on or off, which `options` then lack."""
     windows: Literal["no", "some", "all", "all_or_none"] = "some"
     """Layers that may have a window."""
     rope: OneBase = field(default_factory=OneBase)
     """Rotary positions."""
     experts: ExpertLayers | None = None
     """Layers of experts."""
+    predicting: str | None = None
+    """The key of the number of layers behind the last that predict more tokens, which are left
+    out."""
     mixers: ClassVar[tuple[str, ...]] = ("attention",)
     layer_types: ClassVar[tuple[str, str]] = (FULL, SLIDING)
     """Types of layers in transformers."""
@@ -106,9 +111,12 @@ class Family:
     def fits(self, model: GPTConfig) -> bool:
         """True if a model in its simplest form is one of the family."""
         windows, feeds = set(model.layer_windows), model.layer_feed_forwards
+        wanted = {**OPTIONS, **self.options}
+        for name in self.switches.values():
+            del wanted[name]
         return all(
             (
-                {**OPTIONS, **self.options} == {name: getattr(model, name) for name in OPTIONS},
+                wanted == {name: getattr(model, name) for name in wanted},
                 all(getattr(model, name) is None for name in SCALES),
                 len(windows - {None}) <= 1,
                 windows == {None} or self.windows != "no",
@@ -124,7 +132,9 @@ class Family:
     def importable(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The values of a file, without the values that become untrue when its tensors are
         imported."""
-        return written
+        if self.predicting is None or self.predicting not in written:
+            return written
+        return {**written, self.predicting: 0}
 
     def check(self, written: Mapping[str, Any], name: str) -> None:
         """Raises if values of a file, whose keys are known, are not supported together."""
@@ -148,6 +158,7 @@ class Family:
             read[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )
         head_dim, options = values.number("head_dim"), self.layers(values)
+        options |= {name: bool(read[key]) for key, name in self.switches.items()}
         mlp_width: Any = read.get("intermediate_size")
         if self.experts is not None:
             options |= self.experts.read(values, self.keys, layers)
@@ -222,6 +233,8 @@ class Family:
             "pad_token_id": None,
             **self.rope.values(model),
             **{key: value for key, value in layers.items() if key in self.keys},
+            **{key: getattr(model, name) for key, name in self.switches.items()},
+            **({} if self.predicting is None else {self.predicting: 0}),
             **self.activation_values(model),
         }
 

@@ -23,6 +23,7 @@ from trainer.gpt.pretrained.families.family import (
     Family,
 )
 from trainer.gpt.pretrained.families.gemma import GEMMA2, GEMMA3
+from trainer.gpt.pretrained.families.glm import GLM4, GLM4_MOE
 from trainer.gpt.pretrained.families.gpt_oss import GPT_OSS
 from trainer.gpt.pretrained.families.llama import LLAMA
 from trainer.gpt.pretrained.families.mixtral import MIXTRAL
@@ -70,6 +71,8 @@ FAMILIES: dict[str, Family] = {
         architecture="Olmo3ForCausalLM", keys=WINDOWS, options=OLMO, rope=BasesByWindow()
     ),
     "olmo_hybrid": OLMO_HYBRID,
+    "glm4": GLM4,
+    "glm4_moe": GLM4_MOE,
 }
 MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
