@@ -41,12 +41,20 @@ def dense(sizes, w, x, token_weights):
     """Output, auxiliary losses and the load of each expert, as the papers have them."""
     logits = x @ w["router"] + w.get("router_bias", 0)
     scores = jax.nn.softmax(logits) if sizes.scores == "softmax" else jax.nn.sigmoid(logits)
-    chosen = jnp.argsort(-logits, axis=-1, stable=True)[:, : sizes.top_k]
+    order = scores + w.get("choice_bias", 0)
+    if sizes.groups > 1:
+        groups = order.reshape(len(x), sizes.groups, -1)
+        best_two = jnp.sort(groups, axis=-1)[..., -2:].sum(-1)
+        worst = jnp.sort(best_two, axis=-1)[:, -sizes.top_groups][:, None]
+        order = jnp.where((best_two >= worst)[..., None], groups, -jnp.inf).reshape(order.shape)
+    elif "choice_bias" not in w:
+        order = logits
+    chosen = jnp.argsort(-order, axis=-1, stable=True)[:, : sizes.top_k]
     taken = (chosen[:, :, None] == jnp.arange(sizes.count)).sum(1)
     shares = scores * taken
     if sizes.normalised:
         shares = shares / shares.sum(-1, keepdims=True)
-    out = 0.0
+    shares, out = sizes.share_scale * shares, 0.0
 
     def kernel(name, e):
         a, b = (w.get(f"expert_{name}/lora_{x}", np.zeros((99, 1, 1)))[e] for x in "ab")
@@ -86,6 +94,10 @@ def dense(sizes, w, x, token_weights):
         dict(count=5, top_k=5, shared_width=4),
         pytest.param(dict(count=96, top_k=3), marks=pytest.mark.slow),
         dict(adapters=4),
+        # Biases in the choice alone; all scores with them are below 0 in places.
+        dict(scores="sigmoid", choice_bias=True, share_scale=2.5, balance_loss=0.1),
+        dict(scores="sigmoid", choice_bias=True, count=9, top_k=3, groups=3, top_groups=2),
+        dict(count=8, groups=4, top_groups=1, share_scale=0.5),
     ],
     ids=str,
 )

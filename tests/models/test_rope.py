@@ -20,6 +20,18 @@ def test_rotate_turns_the_pairs_of_both_halves():
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+def test_interleaved_pairs_are_neighbours():
+    """Channels behind those that turn stay as they are."""
+    rotation = Rope(head_dim=6, base=100.0).rotation(jnp.array([[0, 3]], jnp.int32))
+    x = np.random.default_rng(0).normal(size=(1, 2, 3, 8)).astype("f4")
+    actual = rotate(jnp.asarray(x), rotation, interleaved=True)
+    angles = np.array([0.0, 3.0])[:, None, None] * 100.0 ** (-np.arange(3) / 3)
+    turned = (x[..., 0:6:2] + 1j * x[..., 1:6:2]) * np.exp(1j * angles)
+    expected = x.copy()
+    expected[..., 0:6:2], expected[..., 1:6:2] = turned.real, turned.imag
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
+
+
 def test_rotation_is_exact_in_long_contexts():
     rope = Rope(head_dim=128, base=500_000.0)
     positions = np.array([[0, 1, 77_777, 524_287]])

@@ -28,8 +28,8 @@ TARGETS = (("query", "out", *EXPERTS), ("expert_up",), ("value", "expert_down"))
 WITH_SHARED = (("key", *SHARED, *EXPERTS), SHARED, ("up", "query"))
 FAMILIES = {
     **dict.fromkeys(("gpt_oss", "mixtral", "olmoe"), TARGETS),
-    # Of Qwen3-MoE, the first layer has an MLP.
-    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe"), TARGETS + WITH_SHARED),
+    # Of Qwen3-MoE and GLM, the first layer has an MLP.
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe"), TARGETS + WITH_SHARED),
 }
 
 

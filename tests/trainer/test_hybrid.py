@@ -23,6 +23,7 @@ from startrail_jax.errors import InputError
 from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
+from trainer.parallel.partition import path_name
 
 STEPS = 10
 # Two groups of a period and a last one that is not whole; fewer key heads than heads of values.
@@ -143,6 +144,40 @@ def test_loads_of_experts_are_no_part_of_the_norm_of_gradients():
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_bias_in_the_choice_of_experts_stays_or_moves_by_a_fixed_distance(rate):
+    """No gradient of the loss reaches it, and no weight decay."""
+    experts = ExpertsConfig(count=6, top_k=2, width=8, choice_bias=True, balance_rate=rate)
+    changes = dict(layers=1, feed_forwards=("experts",), experts=experts)
+    program = program_of(make_config(SMALL | changes, seq_len=16), st.Degrees())
+    assert program.config.optimizer.weight_decay > 0
+    tokens = learnable_tokens(program.config, 0, END)
+    batch = place(next_token_batch(tokens, layout=program.attention.layout),
+                  program.batch_sharding)  # fmt: skip
+
+    def with_biases(state):
+        paths, tree = jax.tree_util.tree_flatten_with_path(state)
+        drawn = np.random.default_rng(0).normal(size=6)
+        return jax.tree.unflatten(tree, [
+            drawn.reshape(x.shape).astype(x.dtype)
+            if "choice_bias" in (name := path_name(path)) and "weights" in name else x
+            for path, x in paths
+        ]), drawn  # fmt: skip
+
+    state, before = with_biases(jax.device_get(program.initialise()))
+    losses, state = train_steps(program, state, [batch] * 2)
+    (after,) = (np.asarray(x).ravel() for path, x in
+                jax.tree_util.tree_leaves_with_path(state.weights)
+                if "choice_bias" in path_name(path))  # fmt: skip
+    if not rate:
+        np.testing.assert_array_equal(after, before.astype("f4"))
+    else:
+        steps = (after - before) / rate
+        np.testing.assert_allclose(steps, np.round(steps), rtol=0, atol=1e-6)
+        assert np.abs(steps).max() == pytest.approx(2, abs=1e-6)
+    assert np.isfinite(losses).all()
+
+
 def test_sizes_of_the_planner_are_those_of_the_weights():
     experts = dataclasses.replace(CONFIG.model.experts, balance_rate=0.0)
     config = dataclasses.replace(
@@ -179,6 +214,11 @@ def test_a_model_has_a_layer_with_attention(mixers):
     [
         (dict(top_k=7), {}, "top_k=7, count=6"),
         (dict(count=0), {}, "model.experts.count"),
+        (dict(groups=4), {}, "count=6, groups=4"),
+        (dict(groups=6, top_groups=2), {}, "of 2 or more"),
+        (dict(groups=3, top_groups=4), {}, "groups=3, top_groups=4"),
+        (dict(groups=3, top_k=3), {}, "top_groups=1, top_k=3"),
+        (dict(share_scale=0.0), {}, "model.experts.share_scale"),
         (dict(shared_width=0), {}, "model.experts.shared_gate needs a shared expert"),
         (dict(balance_loss=-1.0), {}, "balance_loss=-1.0"),
         ({}, dict(feed_forwards=("mlp",)), "model.experts.count needs layers of experts"),

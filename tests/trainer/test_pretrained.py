@@ -48,6 +48,7 @@ from trainer.gpt.pretrained.config_json import (
     text_values,
 )
 from trainer.gpt.pretrained.defaults import with_tokenizer
+from trainer.gpt.pretrained.families.experts import BALANCE
 from trainer.gpt.pretrained.families.table import FAMILIES, family_of, to_values
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.plain import plain
@@ -1222,6 +1223,18 @@ def test_text_model_is_taken_of_one_of_images(tmp_path, capsys):
         dataclasses.replace(plain, init_from=None, init_text_only=True)
 
 
+def test_layers_behind_the_last_are_left_out_and_said(tmp_path):
+    """GLM 4.5 predicts a second token with a layer that transformers does not load either."""
+    folder = copied("glm4_moe", tmp_path)
+    change(folder, num_nextn_predict_layers=1)
+    last = {name: x for name, x in tensors_of(folder).items() if ".layers.2." in name}
+    change_tensors(folder, **{x.replace("layers.2.", "layers.3."): y for x, y in last.items()})
+    assert f"{len(last)} tensors model.layers.3.*" in open_it(folder)
+    import_and_export(folder, tmp_path / "run", tmp_path / "out")
+    assert tensors_of(tmp_path / "out").keys() == load_file(REFERENCES / "glm4_moe/model.safetensors").keys()
+    assert read_object(tmp_path / "out" / "config.json")["num_nextn_predict_layers"] == 0
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_images", "mistral3"])
 def test_models_of_images_need_a_flag(name):
     config = make_config(REFERENCES / name, init_text_only=False)
@@ -1292,6 +1305,7 @@ def test_hybrids_that_are_no_family_are_not_exported():
 EXPERTS = {
     **{name: name for name in ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen3_next")},
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "glm4_moe": "glm4_moe",
 }
 
 
@@ -1301,8 +1315,10 @@ def test_a_config_of_experts_is_told_again(name):
     assert family_of(model) == EXPERTS[name]
     values = to_values(model, length=32, dtype="float32")
     assert plain(describe(values, "again").model) == plain(model)
+    other_scores = "softmax" if model.experts.scores == "sigmoid" else "sigmoid"
     for change in (
-        dict(scores="sigmoid"),
+        dict(scores=other_scores),
+        dict(choice_bias=not model.experts.choice_bias),
         dict(biases=not model.experts.biases),
         dict(shared_width=0, shared_gate=False)
         if model.experts.shared_width
@@ -1311,6 +1327,9 @@ def test_a_config_of_experts_is_told_again(name):
         other = dataclasses.replace(model, experts=dataclasses.replace(model.experts, **change))
         with refused(UnsupportedError, "which none of them has together"):
             family_of(other)
+    if BALANCE not in FAMILIES[EXPERTS[name]].keys:
+        assert model.experts.balance_loss == 0
+        return
     # A loss that balances experts changes no logits; transformers adds it if it is asked for.
     # Losses of layers, which are added up, are as strong as one of their mean.
     layers = model.layer_feed_forwards.count("experts")
