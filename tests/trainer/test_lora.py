@@ -373,10 +373,13 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         ("olmo_hybrid", EVERY),
         ("qwen3_next", EVERY),
         ("qwen3_next", ("key", "out_gate", "decay")),
+        ("glm4", ALL),
+        ("glm4", ("query", "up")),
+        ("glm4_moe", ("gate", "value")),
     ],
 )
-def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_path):
-    """Three projections of a Qwen3.5 are rows of one tensor, with one adapter."""
+def test_adapters_of_rows_of_a_tensor_are_those_that_are_merged(family, targets, tmp_path):
+    """Three projections of a Qwen3.5 and two of a GLM 4 are rows of one tensor: one adapter."""
     base, merged, tensors, described = pretrained.with_adapters(family, targets, tmp_path)
     wanted = {*described["target_modules"]}
     wanted |= {x.split(".")[-2] for x in described.get("target_parameters", ())}
@@ -386,8 +389,9 @@ def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_pat
         module = name.split(".")[-2]
         if f"{key}lora_A.weight" not in tensors:
             np.testing.assert_array_equal(base[name], merged[name], err_msg=name)
-            # In transformers, experts are no modules of such names.
-            assert ".experts." in name or module not in wanted
+            # In transformers, experts are no modules of such names, and biases lie in modules.
+            named = ".experts." in name or name.endswith(".bias")
+            assert named or module not in wanted
             continue
         a, b = tensors[f"{key}lora_A.weight"], tensors[f"{key}lora_B.weight"]
         assert len(a) == described["rank_pattern"].get(module, 2) == b.shape[1]
@@ -397,7 +401,8 @@ def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_pat
         np.testing.assert_allclose(added, scale * (b @ a), atol=1e-4, err_msg=name)
         seen.add(module)
     assert seen == wanted
-    adapted = [x for x in base if x.split(".")[-2] in seen and ".experts." not in x]
+    of_modules = [x for x in base if x.endswith(".weight") and ".experts." not in x]
+    adapted = [x for x in of_modules if x.split(".")[-2] in seen]
     assert len(tensors) == 2 * len(adapted)
 
 
@@ -409,6 +414,7 @@ def test_adapters_of_a_hybrid_are_those_that_are_merged(family, targets, tmp_pat
         ("gpt_oss", ("query", "expert_up")),
         ("mixtral", ("expert_up", "expert_gate")),
         ("olmoe", ("expert_down",)),
+        ("glm4_moe", EXPERTS),
     ],
 )
 def test_adapters_of_experts_are_those_that_are_merged(family, targets, tmp_path):

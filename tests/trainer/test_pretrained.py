@@ -1231,7 +1231,10 @@ def test_layers_behind_the_last_are_left_out_and_said(tmp_path):
     change_tensors(folder, **{x.replace("layers.2.", "layers.3."): y for x, y in last.items()})
     assert f"{len(last)} tensors model.layers.3.*" in open_it(folder)
     import_and_export(folder, tmp_path / "run", tmp_path / "out")
-    assert tensors_of(tmp_path / "out").keys() == load_file(REFERENCES / "glm4_moe/model.safetensors").keys()
+    assert (
+        tensors_of(tmp_path / "out").keys()
+        == load_file(REFERENCES / "glm4_moe/model.safetensors").keys()
+    )
     assert read_object(tmp_path / "out" / "config.json")["num_nextn_predict_layers"] == 0
 
 

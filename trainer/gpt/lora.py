@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from models.config import GPTConfig
-from models.parts.gpt import gpt_weights
+from models.parts.gpt import gpt_dims, gpt_weights, recurrences_of, stack_pairs
 from models.periods import layers_of
 from models.weights import ADAPTERS
 from startrail_jax.errors import InputError
@@ -120,9 +121,11 @@ def peft_tensors(
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
     Where several weights are rows of one tensor, they share one adapter, whose rank is the sum of
     their ranks. Adapters of experts are [experts * rank, inputs] and [outputs, rank * experts]."""
-    tensors, weights = {}, gpt_weights(model)
+    tensors, weights, recurrences = {}, gpt_weights(model), recurrences_of(model)
     for stack, table in FAMILIES[family].tables(model).items():
         layers = layers_of(stack, model.layer_mixers, model.layer_feed_forwards)
+        recurrence = recurrences.get(stack_pairs(model)[stack][0])
+        sizes = gpt_dims(model) | (recurrence.sizes if recurrence else {})
         for place, layer in enumerate(layers):
             for name, matrix in _of_experts(arrays, stack, place, model, family).items():
                 tensors[f"{PREFIX}model.layers.{layer}.mlp.experts.{name}"] = matrix.astype(dtype)
@@ -140,12 +143,14 @@ def peft_tensors(
             ]
             if all(a is None for a, _ in pairs):
                 continue
+            kernels = [weights[f"{stack}/{path}/{KERNEL}"] for path in rows]
+            outputs = [math.prod(sizes[dim] for dim in kernel.outputs) for kernel in kernels]
             for place, layer in enumerate(layers):
                 layer_pairs = [
                     None if a is None else [np.asarray(x)[place] for x in (a, b)] for a, b in pairs
                 ]
                 groups = FAMILIES[family].row_groups(name, model)
-                both = _joined(layer_pairs, _outputs(model, rows), groups)
+                both = _joined(layer_pairs, outputs, groups)
                 for letter, matrix in zip("AB", both, strict=True):
                     key = name.removesuffix("weight") + f"lora_{letter}.weight"
                     tensor = matrix.T.astype(dtype)
@@ -177,14 +182,6 @@ def _of_experts(
             tensors[f"{before}lora_A.weight"] = a.swapaxes(1, 2).reshape(-1, a.shape[1])
             tensors[f"{before}lora_B.weight"] = b.transpose(2, 1, 0).reshape(b.shape[2], -1)
     return tensors
-
-
-def _outputs(model: GPTConfig, rows: Sequence[str]) -> list[int]:
-    """The outputs of the projections whose weights are rows of one tensor."""
-    sizes = model.linear.of_model(model)
-    keys, values = sizes.key_heads * sizes.key_dim, sizes.heads * sizes.value_dim
-    by_name = {"query": keys, "key": keys, "value": values, "out_gate": values}
-    return [by_name.get(path.rpartition("/")[2], sizes.heads) for path in rows]
 
 
 def _joined(
