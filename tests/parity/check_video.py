@@ -255,7 +255,7 @@ def check_encoded(folder, videos, pipeline, kind):
 def refusals(folder, videos, encode):
     """Mistakes of a newcomer, each of which is an error that says what to do."""
     rest = encode[2:]
-    run(*encode[:2], folder, *rest[1:], fails="VIDEOS must hold files")
+    run(*encode[:2], folder, *rest[1:], fails="FOLDER must hold images")
     run(*encode[:2], folder / "gone", *rest[1:], fails="gone' must exist")
     run(*encode, "--frames", "6", fails="Use 5")
     run(*encode, "--sizes", "30x32", fails="multiples of 16")

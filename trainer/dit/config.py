@@ -6,9 +6,11 @@ Imports no jax: `--help` must be fast.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from models.checks import check_minimum, check_range
 from models.sizes import check_dit_width
@@ -16,6 +18,47 @@ from startrail_jax.errors import InputError
 from trainer.config import SampleConfig, TrainConfig
 from trainer.places import check_on_disk
 from trainer.task import SampleOptions
+
+Flag = Callable[[str], str | None]
+
+
+def read_size(size: str, name: str = "data.sizes") -> tuple[int, int, int]:
+    """Frames, height and width of 21x60x104."""
+    if not re.fullmatch("[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){2}", size):
+        raise InputError(
+            f"{name} must be FRAMESxHEIGHTxWIDTH, three numbers from 1 to 999999; got {size!r}. "
+            "Write them as 21x60x104."
+        )
+    frames, height, width = map(int, size.split("x"))
+    return frames, height, width
+
+
+def name_of(size: tuple[int, int, int]) -> str:
+    """21x60x104."""
+    return "x".join(map(str, size))
+
+
+def with_sizes(config: Any, folder: Path, sizes: Sequence[tuple[int, int, int]], flag: Flag) -> Any:
+    """A config with the sizes of a folder of data, the largest first, unless a flag gives others.
+    `flag` as in `Task.before_flags`."""
+    if not sizes or flag("--size") is not None:
+        return config
+    data = replace(config.data, path=folder, sizes=tuple(map(name_of, sizes[1:])))
+    # A flag sets another patch later.
+    patch = (1, 1, 1) if flag("--model.patch") else config.model.patch
+    model = replace(config.model, patch=patch)
+    return replace(config, model=model, size=sizes[0], data=data)
+
+
+def check_data_sizes(sizes: tuple[str, ...], path: Path | None, what: str) -> None:
+    """Raises ValueError unless `data.sizes` can be read, and belong to a folder."""
+    for size in sizes:
+        read_size(size)
+    if sizes and path is None:
+        raise InputError(
+            f"data.sizes needs a folder of encoded {what}; got sizes={sizes} without data.path. "
+            "Leave it out, or give --data.path."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,23 +135,30 @@ class ImageConfig:
     """Latents to train on."""
 
     path: Path | None = None
-    """An *.npz file with the arrays `latents` [N F H W C] and, for a model with classes, `labels`
-    [N]. The default is the handwritten digits that come with scikit-learn."""
+    """A folder of images that `python -m trainer.dit.encode` has written; or an *.npz file with the
+    arrays `latents` [N F H W C] and, for a model with classes, `labels` [N]. The default is the
+    handwritten digits that come with scikit-learn."""
     validation_fraction: float = 0.1
     """Fraction of the examples that is held out."""
     latent_scale: float = 1.0
     """Factor by which latents are multiplied when they are read, such as 0.18215 for those of
     Stable Diffusion; samples are divided by it. Latents should have a root mean square of about 1,
     like the noise."""
+    sizes: tuple[str, ...] = ()
+    """More sizes beside `size`, as FRAMESxHEIGHTxWIDTH, such as 1x24x40; `size` must be the
+    largest. A batch holds images of one size. The default, with a folder, is the sizes in it."""
+    pixels: bool = False
+    """Whether the folder holds pixels in place of latents. The folder decides about the default."""
 
     def __post_init__(self) -> None:
         check_on_disk("data.path", self.path)
+        check_data_sizes(self.sizes, self.path, "images")
         fraction, way_out = self.validation_fraction, "Leave it out for 1."
         check_range("data.validation_fraction", fraction, "above 0 and below 1", "Use 0.1.")
         check_range("data.latent_scale", self.latent_scale, "above 0 and finite", way_out)
         if self.latent_scale != 1 and not self.holds_latents:
             raise InputError(
-                "data.latent_scale needs latents, an *.npz file; got "
+                "data.latent_scale needs latents, of a folder or an *.npz file; got "
                 f"latent_scale={self.latent_scale}, path={self.path}. Leave it out: images have "
                 "values from -1 to 1."
             )
@@ -116,7 +166,7 @@ class ImageConfig:
     @property
     def holds_latents(self) -> bool:
         """Whether the data are latents, which cannot be shown as an image."""
-        return self.path is not None
+        return self.path is not None and not self.pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +191,17 @@ class DenoiserTrainConfig(TrainConfig):
                     "model.patch must divide every size, in frames, height and width; got "
                     f"patch={self.model.patch}, size={size}. Change one of them."
                 )
+        for size in self.sizes:
+            if math.prod(size) > math.prod(self.size):
+                raise InputError(
+                    "size must be the largest of the sizes, as the memory of a step is that of its "
+                    f"examples; got size={self.size} and {size} in data.sizes. Exchange them."
+                )
+        if len(set(self.sizes)) < len(self.sizes):
+            raise InputError(
+                "data.sizes must name each size once, and size is one of them; got "
+                f"size={self.size}, sizes={self.data.sizes}. Leave the second out."
+            )
 
         if self.block_frames is None:
             return
@@ -154,8 +215,12 @@ class DenoiserTrainConfig(TrainConfig):
 
     @property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """All sizes of latents or of images."""
-        return (self.size,)
+        """All sizes of latents or of images: `size`, and those of `data.sizes`."""
+        return (self.size, *map(read_size, self.data.sizes))
+
+    def of_size(self, size: tuple[int, int, int]) -> Self:
+        """The same with one size."""
+        return replace(self, size=size, data=replace(self.data, sizes=()))
 
     @property
     def block_tokens(self) -> int:
@@ -227,8 +292,18 @@ class DiTTrainConfig(DenoiserTrainConfig):
 class ImageOptions(SampleOptions):
     """What sample.py draws from a run of a diffusion transformer."""
 
-    classes: tuple[int, ...] | None = None
-    """Labels of the classes to draw, one row of the grid for each. The default is the first ten."""
+    classes: tuple[int | str, ...] | None = None
+    """Classes to draw, one row of the grid for each: numbers, or names of the folders of images.
+    The default is the first ten."""
+    size: str | None = None
+    """Size to draw, as FRAMESxHEIGHTxWIDTH, of those that the run trains on. The default is the
+    largest."""
+    decode: Path | None = None
+    """Folder of the AutoencoderKL with which the images were encoded: it makes a PNG file of
+    latents. Needs the extra video."""
+    decode_device: str = "cpu"
+    """Device of PyTorch for that. "cuda" needs memory that jax has left:
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.6."""
     samples: int = 8
     """Number of images in a row."""
     sampler: Literal["euler", "heun", "ddim"] | None = None
@@ -251,5 +326,6 @@ class ImageOptions(SampleOptions):
     samples.npz in the folder of the run, or samples-2.png and so on where there are others."""
 
     def __post_init__(self) -> None:
+        check_on_disk("decode", self.decode)
         for name in ("samples", "steps", "batch_size", "scale"):
             check_minimum(name, getattr(self, name), 1)

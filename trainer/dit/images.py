@@ -3,9 +3,10 @@
     data.path    what is read                             latents
     none         the handwritten digits of scikit-learn   pixels from -1 to 1
     *.npz        the arrays `latents`, `labels`           unchanged
+    a folder     what `trainer.dit.encode` has written    unchanged; pixels from -1 to 1
 
-Both are kept in memory, and checked when they are opened. Which examples are held out depends only
-on their number, not on the seed, the hosts or the mesh.
+The first two are kept in memory, and checked when they are opened. Which examples are held out
+depends only on their number, not on the seed, the hosts or the mesh.
 """
 
 from __future__ import annotations
@@ -22,13 +23,21 @@ from jaxtyping import Float32, Int
 from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset, held_out_of
 from trainer.data.files import find_files
+from trainer.data.opening import read_utf8
 from trainer.dit.config import DiTTrainConfig
+from trainer.dit.encoded import ENCODED, groups_by_size
+from trainer.dit.encoded_images import KEPT, open_folder
+from trainer.durable import replace_text
 from trainer.errors import MissingPackageError
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Root mean squares of latents that need no factor. The latents of Stable Diffusion before its
 # factor of 0.18215 lie above, those after it within.
 USUAL_RMS = (0.2, 5.0)
+
+
+SCALES_READ = 64
+"""Latents of a folder whose root mean square is compared with those."""
 
 
 class Example(NamedTuple):
@@ -48,6 +57,10 @@ class _Source:
     labels: Sequence[int | None]
     content: Any
     """What tells the latents from others."""
+    sizes: Sequence[Any] = ()
+    """Size of each latent, if there are several."""
+    about: Path | None = None
+    """The file that says what images of a folder share."""
     remark: str = ""
     """End of the line in the log that describes the data."""
 
@@ -58,10 +71,25 @@ class _Source:
         return Example(self.latent(index), self.labels[index])
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageDataset(Dataset):
+    """The images of a run."""
+
+    about: Path | None
+    """The file that says what images of a folder share."""
+
+    def keep(self, run_dir: Path) -> None:
+        if self.about is not None:
+            replace_text(run_dir / KEPT, read_utf8(self.about).rstrip())
+
+
 def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
     """Opens what `config.data` names; by default, the handwritten digits of scikit-learn."""
     path = config.data.path
-    source = _open_digits(config) if path is None else _open_npz(path, config)
+    if path is None:
+        source = _open_digits(config)
+    else:
+        source = (_open_folder if path.is_dir() else _open_npz)(path, config)
     count = len(source.labels)
     if count < 2:
         raise InputError(
@@ -72,10 +100,20 @@ def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
     train, measured = held_out_of(source, config.data.validation_fraction)
     # The third entry is that of older runs, whose examples could have a caption.
     known = repr((source.content, source.labels, [None] * count))
-    return Dataset(
+    groups = None
+    if len(config.sizes) > 1:
+        if not source.sizes:
+            raise InputError(
+                "data.sizes is for a folder that `python -m trainer.dit.encode` has written; got "
+                f"sizes={config.data.sizes} with {source.name!r}. Leave it out."
+            )
+        groups = groups_by_size(config, source.sizes, train, measured)
+    return ImageDataset(
+        about=source.about,
         train=train,
         held_out=measured,
         collate=collate,
+        groups=groups,
         description=f"{source.name}: {len(train):,} examples to train on, {len(measured):,} held "
         f"out{source.remark}",
         loss_unit="mean squared error",
@@ -123,6 +161,30 @@ def _open_digits(config: DiTTrainConfig) -> _Source:
 
 def _digest(array: np.ndarray) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+# Images in a folder.
+
+
+def _open_folder(path: Path, config: DiTTrainConfig) -> _Source:
+    images, scale = open_folder(path, config), np.float32(config.data.latent_scale)
+    remark = ""
+    if not images.about.pixels:
+        some = range(0, len(images.labels), -(-len(images.labels) // SCALES_READ) or 1)
+        squares = [
+            np.mean((images.read(number) * scale).astype(np.float64) ** 2) for number in some
+        ]
+        rms = float(np.sqrt(np.mean(squares))) if squares else 0.0
+        remark = _warning_of_scale(rms, float(scale))
+    return _Source(
+        name=str(path),
+        latent=lambda number: images.read(number) * scale,
+        labels=images.labels,
+        content=images.digest,
+        remark=remark,
+        sizes=images.sizes,
+        about=path / ENCODED,
+    )
 
 
 # Latents in an *.npz file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,12 @@ from jaxtyping import Array, Float32
 import startrail_jax as st
 from startrail_jax.errors import InputError
 from trainer.config import SHARDED_AXES, MeshConfig
-from trainer.dit.config import DiTTrainConfig, ImageOptions
+from trainer.dit.config import DiTTrainConfig, ImageOptions, name_of, read_size
 from trainer.dit.diffusion import SAMPLERS, Predict, sample
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
+from trainer.dit.encoded_images import KEPT, About, read_about
 from trainer.dit.objective import Denoising
+from trainer.dit.vae import ImageVae, digest_of_vae, vae_sizes
 from trainer.errors import StorageError
 from trainer.objective import Objective
 from trainer.parallel.step import Program
@@ -39,22 +42,58 @@ def sample_images(
     run_dir: Path, config: DiTTrainConfig, options: ImageOptions, mesh: Mesh, session: Session
 ) -> None:
     """Draws images with the model of a run, and writes all of them to one file, a new one."""
-    labels = rows_of_grid(config, options)
-    what = "images"
-    if config.data.holds_latents:
+    kept = run_dir / KEPT
+    about = read_about(kept) if kept.is_file() else None
+    names = (about.classes if about is not None else None) or ()
+    labels = rows_of_grid(config, options, names)
+    config = config.of_size(size_to_draw(config, options.size))
+    suffixes, what = _suffixes(config), "images"
+    if options.decode is not None:
+        _check_decoder(config, about, options.decode, session)
+        suffixes, what = (".png",), "decoded images"
+    elif config.data.holds_latents:
         what = "latents, which are no pixels"
-    out = file_to_write(run_dir, options.out, _suffixes(config), what, session)
+    out = file_to_write(run_dir, options.out, suffixes, what, session)
+    decode = None
+    if options.decode is not None and session.is_first:
+        vae = ImageVae(options.decode, option="--decode", device=options.decode_device)
+        decode = vae.decode
     rows = min(options.batch_size, len(labels))
     program = program_to_draw(config, mesh, Denoising, rows)
-    grid = _GridOfClasses(program, options)
+    grid = _GridOfClasses(program, options, labels, decode)
+    for label in dict.fromkeys(labels) if names else ():
+        name = names[label] if label < len(names) else "no class"
+        session.note(f"row: class {label}, {name!r}")
     shapes = program.state_shapes.model
     weights, step = restore_model(run_dir, config, shapes, note=session.note)
     session.note(f"model: {run_dir} after step {step}")
     images = grid.draw(weights)
     if session.is_first:
         place = save_new(out, lambda file: grid.write(images, file, out.suffix))
+        session.note(f"{len(images)} {'latents' if out.suffix == '.npz' else 'images'}: {place}")
+
+
+def _check_decoder(
+    config: DiTTrainConfig, about: About | None, folder: Path, session: Session
+) -> None:
+    """Raises ValueError unless a VAE can decode the latents of a run."""
+    if about is None or not config.data.holds_latents:
+        got = "images, which are pixels" if not config.data.holds_latents else "an *.npz file"
+        raise InputError(
+            "--decode is for a run on latents of a folder that `python -m trainer.dit.encode` has "
+            f"written; got a run on {got}. Leave it out."
+        )
+    channels = vae_sizes(folder, "--decode").channels
+    if channels != config.model.channels:
+        raise InputError(
+            "--decode must be the VAE with which the images were encoded, with latents of "
+            f"{config.model.channels} channels; got {channels} in {str(folder)!r}. Give the other "
+            "folder."
+        )
+    if digest_of_vae(folder) != about.model:
         session.note(
-            f"{len(images)} {'latents' if config.data.holds_latents else 'images'}: {place}"
+            f"warning: {folder} has another config or other weights than the VAE with which the "
+            "images were encoded"
         )
 
 
@@ -66,10 +105,12 @@ class GridSampler:
         config: Any = program.config
         self._config = config
         options = ImageOptions(samples=config.sample.images)
-        count = min(options.batch_size, len(rows_of_grid(config, options)))
+        labels = rows_of_grid(config, options)
+        count = min(options.batch_size, len(labels))
         attention = program.attention
         drawing = _config_to_draw(config, attention, count)
-        self._grid = _GridOfClasses(Program(drawing, attention, Denoising(drawing)), options)
+        drawing_program = Program(drawing, attention, Denoising(drawing))
+        self._grid = _GridOfClasses(drawing_program, options, labels)
 
     def __call__(self, weights: Any, step: int, interrupted: Callable[[], bool]) -> tuple[str, ...]:
         """Writes step-N.png, or latents to step-N.npz."""
@@ -89,10 +130,16 @@ class GridSampler:
 class _GridOfClasses:
     """Images of some classes, which a program draws."""
 
-    def __init__(self, program: Program, options: ImageOptions) -> None:
+    def __init__(
+        self,
+        program: Program,
+        options: ImageOptions,
+        labels: list[int],
+        decode: Callable[[Any], Any] | None = None,
+    ) -> None:
         config: Any = program.config
         self._config, self._options = config, options
-        self._labels = rows_of_grid(config, options)
+        self._labels, self._decode = labels, decode
         model, target = config.model, config.diffusion.target
         is_guided = bool(config.diffusion.dropout and model.classes)
         guidance = options.guidance
@@ -126,7 +173,10 @@ class _GridOfClasses:
         if suffix == ".npz":
             np.savez(file, latents=np.stack(images), labels=np.array(self._labels))
             return
-        pixels = [to_pixels(image) for image in images]
+        if self._decode is None:
+            pixels = [to_pixels(image) for image in images]
+        else:
+            pixels = self._decode([image[0] for image in images])
         scale = self._options.scale or math.ceil(LEAST_PIXELS / pixels[0].shape[1])
         save_grid(pixels, file, columns=self._options.samples, scale=scale)
 
@@ -188,17 +238,42 @@ def _written_beside(path: Path, write: Callable[[IO[bytes]], None]) -> Iterator[
         part.unlink(missing_ok=True)
 
 
-def rows_of_grid(config: DiTTrainConfig, options: ImageOptions) -> list[int]:
-    """Class of every image, row by row of the grid."""
+def rows_of_grid(
+    config: DiTTrainConfig, options: ImageOptions, names: Sequence[str] = ()
+) -> list[int]:
+    """Class of every image, row by row of the grid; `names` are those of the classes."""
     count = config.model.classes
-    wrong = [label for label in options.classes or () if not 0 <= label < count]
+    asked: Any = options.classes or ()
+    numbers = {name: number for number, name in enumerate(names)}
+    if unknown := [x for x in asked if isinstance(x, str) and x not in numbers]:
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        way_out = f"Did you mean {near[0]!r}?" if near else "Use numbers from 0."
+        raise InputError(
+            f"--classes must be numbers, or names of classes of the run; got {unknown[0]!r}. "
+            f"{way_out}"
+        )
+    asked = [numbers[x] if isinstance(x, str) else x for x in asked]
+    wrong = [label for label in asked if not 0 <= label < count]
     if wrong:
         way_out = f"Choose from 0 to {count - 1}." if count else "Leave them out."
         raise InputError(
             f"--classes must be of the {count} classes of the model; got {wrong[0]}. {way_out}"
         )
-    labels = range(min(count, CLASSES_SHOWN)) if options.classes is None else options.classes
+    labels = range(min(count, CLASSES_SHOWN)) if options.classes is None else asked
     return [label for label in labels or [count] for _ in range(options.samples)]
+
+
+def size_to_draw(config: Any, wanted: str | None, is_any: bool = False) -> tuple[int, int, int]:
+    """The size to draw of those of a run, or any one; the largest by default."""
+    sizes = {name_of(size): size for size in config.sizes}
+    if wanted is not None and is_any:
+        sizes[wanted] = read_size(wanted, "--size")
+    if wanted is not None and wanted not in sizes:
+        raise InputError(
+            "--size must be one that the run trains on, as FRAMESxHEIGHTxWIDTH; got "
+            f"{wanted!r}. Choose from {', '.join(sizes)}."
+        )
+    return config.size if wanted is None else sizes[wanted]
 
 
 def file_to_write(

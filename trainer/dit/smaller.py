@@ -17,6 +17,7 @@ _DIM = 16
 
 def smaller_denoiser(config: Any, to: Smaller) -> Any:
     """`Task.smaller`, for any diffusion transformer."""
+    config = config.of_size(config.size)
     model = replace(config.model, layers=min(config.model.layers, 2))
     if to.channels is not None:
         dim = model.head_dim if to.head_dim else min(model.head_dim, _DIM)

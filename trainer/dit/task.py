@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.data.dataset import Dataset
-from trainer.dit.config import DiTTrainConfig, ImageOptions
+from trainer.dit.config import DiTTrainConfig, ImageOptions, with_sizes
 from trainer.task import Sampler, Smaller, Task
 
 
@@ -17,6 +19,22 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
     config_class = DiTTrainConfig
     options_class = ImageOptions
     example_flags = "--samples 10 --seed 1"
+
+    def before_flags(
+        self, config: DiTTrainConfig, flag: Callable[[str], str | None]
+    ) -> DiTTrainConfig:
+        folder = flag("--data.path")
+        if folder is None or config.data.path is not None or not Path(folder).is_dir():
+            return config
+        from trainer.dit.encoded_images import ENCODED, read_about, sizes_in
+
+        about, path = read_about(Path(folder) / ENCODED), Path(folder)
+        # What a flag gives is set later, and compared with the folder when it is opened.
+        classes = config.model.classes if about.classes is None else len(about.classes)
+        model = replace(config.model, channels=about.channels, classes=classes)
+        data = replace(config.data, path=path, pixels=about.pixels)
+        config = replace(config, model=model, data=data)
+        return config if flag("--size") else with_sizes(config, path, sizes_in(path), flag)
 
     def make_objective(self, config: DiTTrainConfig) -> Any:
         from trainer.dit.objective import Denoising

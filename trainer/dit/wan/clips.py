@@ -28,12 +28,14 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from startrail_jax.errors import InputError
-from trainer.data.dataset import Dataset, Groups, held_out_of
+from trainer.data.dataset import Dataset, held_out_of
 from trainer.data.opening import json_lines, read_object
+from trainer.dit.config import name_of
+from trainer.dit.encoded import ENCODED, IMAGES, KIND, groups_by_size, require_sizes
 from trainer.dit.wan.batches import Clip
-from trainer.dit.wan.config import WanConfig, WanTrainConfig, name_of
+from trainer.dit.wan.config import WanConfig, WanTrainConfig
 
-ENCODED, EMPTY, CLIPS = "encoded.json", "empty.safetensors", "clips"
+EMPTY, CLIPS = "empty.safetensors", "clips"
 
 
 class ClipLine(NamedTuple):
@@ -124,6 +126,11 @@ def read_lines(folder: Path) -> list[ClipLine]:
             f"data.path must be a folder that `python -m trainer.dit.encode` has written; got "
             f"{str(folder)!r}, {got}."
         )
+    if read_object(folder / ENCODED).get(KIND) == IMAGES:
+        raise InputError(
+            f"A Wan trains on encoded videos; got {str(folder)!r}, which holds images. Give them "
+            "to a DiT: train.py dit_1b --data.path."
+        )
     clips = [entry.clip for entry in read_entries(folder).values() if entry.clip is not None]
     return sorted(clips, key=lambda clip: clip.file)
 
@@ -175,11 +182,8 @@ def open_clips(config: WanTrainConfig, collate: Callable[..., Any]) -> Dataset:
         )
     train, measured = held_out_of(source, config.data.validation_fraction)
     if len(config.sizes) > 1:
-        of_size = {size: number for number, size in enumerate(config.sizes)}
-        sizes = np.array([of_size[line.size] for line in source.lines])
-        lengths = np.array([config.tokens_of(size) for size in config.sizes])
-        names = tuple(map(name_of, config.sizes))
-        groups = Groups(sizes[train.numbers], sizes[measured.numbers], lengths, names)
+        sizes = [line.size for line in source.lines]
+        groups = groups_by_size(config, sizes, train, measured)
 
     def with_empty(clips: list[Clip], numbers: list[int]) -> Any:
         return collate(clips, numbers, empty=empty)
@@ -206,15 +210,7 @@ def _open_folder(path: Path, config: WanTrainConfig) -> tuple[EncodedClips, np.n
                 f"{getattr(model, name)}; got {about.get(name)} in {str(path / ENCODED)!r}. Encode "
                 "them with the folder of that model."
             )
-    counts = Counter(line.size for line in lines)
-    others = {size: n for size, n in counts.items() if size not in config.sizes}
-    if others:
-        found = ", ".join(f"{n} of {name_of(size)}" for size, n in sorted(others.items())[:5])
-        raise InputError(
-            "Latents must have the sizes of the run, "
-            f"{', '.join(map(name_of, config.sizes))}; got {found} in {str(path)!r}. Leave --size "
-            "and --data.sizes out for those of the folder."
-        )
+    require_sizes(config, Counter(line.size for line in lines), path)
     longest = max((line.tokens for line in lines), default=0)
     if longest > model.text_tokens:
         raise InputError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -13,7 +11,7 @@ from models.parts.dit import wan_weights
 from models.weights import projections
 from startrail_jax.errors import InputError
 from trainer.config import LoraConfig
-from trainer.dit.config import DenoiserConfig, DenoiserTrainConfig
+from trainer.dit.config import DenoiserConfig, DenoiserTrainConfig, check_data_sizes
 from trainer.places import check_on_disk
 from trainer.task import SampleOptions
 
@@ -109,13 +107,7 @@ class ClipConfig:
         check_on_disk("data.path", self.path)
         fraction = self.validation_fraction
         check_range("data.validation_fraction", fraction, "above 0 and below 1", "Use 0.1.")
-        for size in self.sizes:
-            read_size(size)
-        if self.sizes and self.path is None:
-            raise InputError(
-                f"data.sizes needs a folder of encoded videos; got sizes={self.sizes} without "
-                "data.path. Leave it out, or give --data.path."
-            )
+        check_data_sizes(self.sizes, self.path, "videos")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,53 +135,17 @@ class WanTrainConfig(DenoiserTrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_on_disk("init_from", self.init_from)
-        for size in self.sizes:
-            if math.prod(size) > math.prod(self.size):
-                raise InputError(
-                    "size must be the largest of the sizes, as the memory of a step is that of its "
-                    f"videos; got size={self.size} and {size} in data.sizes. Exchange them."
-                )
-        if len(set(self.sizes)) < len(self.sizes):
-            raise InputError(
-                "data.sizes must name each size once, and size is one of them; got "
-                f"size={self.size}, sizes={self.data.sizes}. Leave the second out."
-            )
         weights = wan_weights(image=False, text_norm=self.model.text_norm)
         self.lora.check_targets(projections(weights))
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """All sizes: `size`, and those of `data.sizes`."""
-        return (self.size, *map(read_size, self.data.sizes))
 
     @property
     def is_of_digits(self) -> bool:
         """Whether videos are moving digits, of pixels; others are latents."""
         return self.data.path is None and self.model.channels == 1
 
-    def of_size(self, size: tuple[int, int, int]) -> WanTrainConfig:
-        """The same with one size."""
-        return replace(self, size=size, data=replace(self.data, sizes=()))
-
     @property
     def has_adapters(self) -> bool:
         return self.lora.rank is not None
-
-
-def read_size(size: str, name: str = "data.sizes") -> tuple[int, int, int]:
-    """Frames, height and width of 21x60x104."""
-    if not re.fullmatch("[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){2}", size):
-        raise InputError(
-            f"{name} must be FRAMESxHEIGHTxWIDTH, three numbers from 1 to 999999; got {size!r}. "
-            "Write them as 21x60x104."
-        )
-    frames, height, width = map(int, size.split("x"))
-    return frames, height, width
-
-
-def name_of(size: tuple[int, int, int]) -> str:
-    """21x60x104."""
-    return "x".join(map(str, size))
 
 
 @dataclass(frozen=True, kw_only=True)

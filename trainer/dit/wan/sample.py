@@ -16,12 +16,13 @@ from jaxtyping import Float, Float32
 
 from startrail_jax.errors import InputError
 from trainer.data.cache import write_folder
+from trainer.dit.config import name_of
 from trainer.dit.drawing import Below, Drawing, save_grid, to_pixels
 from trainer.dit.flow_steps import euler, unipc
-from trainer.dit.sample import file_to_write, program_to_draw, save_new
+from trainer.dit.sample import file_to_write, program_to_draw, save_new, size_to_draw
 from trainer.dit.wan.batches import Clip, clip_batch
 from trainer.dit.wan.clips import open_clips, read_empty, read_tensors, tensors_of
-from trainer.dit.wan.config import VideoOptions, WanTrainConfig, name_of, read_size
+from trainer.dit.wan.config import VideoOptions, WanTrainConfig
 from trainer.dit.wan.digits import embedded
 from trainer.dit.wan.objective import VideoFlow
 from trainer.dit.wan.pipelines import TorchModels, pipeline_sizes
@@ -211,15 +212,7 @@ def _torch_models(config: WanTrainConfig, options: VideoOptions) -> TorchModels 
 
 def _of_size(config: WanTrainConfig, options: VideoOptions) -> WanTrainConfig:
     """The config of the size to draw."""
-    sizes = {name_of(size): size for size in config.sizes}
-    if options.size is not None and not config.steps:
-        sizes[options.size] = read_size(options.size, "--size")
-    if options.size is not None and options.size not in sizes:
-        raise InputError(
-            "--size must be one that the run trains on, as FRAMESxHEIGHTxWIDTH; got "
-            f"{options.size!r}. Choose from {', '.join(sizes)}."
-        )
-    return config.of_size(config.size if options.size is None else sizes[options.size])
+    return config.of_size(size_to_draw(config, options.size, not config.steps))
 
 
 def _wishes(

@@ -15,7 +15,7 @@ from trainer.task import Smaller
 
 def smaller_wan(config: WanTrainConfig, to: Smaller) -> WanTrainConfig:
     """`Task.smaller`."""
-    found = smaller_denoiser(config.of_size(config.size), to)
+    found = smaller_denoiser(config, to)
     if to.channels is None:
         return found
     few = {"text_dim": 32, "text_tokens": 8, "time_channels": 32}

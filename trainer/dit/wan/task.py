@@ -11,7 +11,8 @@ from typing import Any
 
 from trainer.config import OptimizerConfig
 from trainer.data.dataset import Dataset
-from trainer.dit.wan.config import FlowConfig, VideoOptions, WanTrainConfig, name_of
+from trainer.dit.config import with_sizes
+from trainer.dit.wan.config import FlowConfig, VideoOptions, WanTrainConfig
 from trainer.dit.wan.config_json import folder_of, is_of_diffusers, range_of, read_config
 from trainer.run.settings import CHECKPOINTS_FOLDER
 from trainer.task import InitialWeights, Smaller, Task, with_rate_of_adapters
@@ -52,13 +53,10 @@ class WanTask(Task[WanTrainConfig, VideoOptions]):
             return config
         from trainer.dit.wan import clips
 
-        if flag("--size") is None and (sizes := clips.sizes_of(clips.read_lines(Path(folder)))):
-            data = replace(config.data, path=Path(folder), sizes=tuple(map(name_of, sizes[1:])))
-            # A flag sets another patch later.
-            patch = (1, 1, 1) if flag("--model.patch") else config.model.patch
-            model = replace(config.model, patch=patch)
-            config = replace(config, model=model, size=sizes[0], data=data)
-        return config
+        if flag("--size") is not None:
+            return config
+        sizes = clips.sizes_of(clips.read_lines(Path(folder)))
+        return with_sizes(config, Path(folder), sizes, flag)
 
     def initial_weights(
         self, config: WanTrainConfig, weights: Any

@@ -3,7 +3,7 @@ written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import chain, islice
@@ -16,11 +16,10 @@ from jaxtyping import UInt8
 from startrail_jax.errors import InputError, UserError
 from trainer.data.files import walk_files
 from trainer.data.opening import json_lines, read_utf8, reading
+from trainer.dit.pictures import fitted, nearest_size, open_picture
 from trainer.errors import MissingPackageError
 
 SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
-"""Formats of images. For some others, Pillow would start programs."""
 
 Frame = TypeVar("Frame")
 
@@ -80,8 +79,6 @@ def find_videos(folder: Path, captions: Path | None) -> list[Video]:
 def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
     """The frames of a video that are shown at multiples of 1 / rate after its first, scaled until
     they cover the size, and cut at the edges."""
-    from PIL import Image, ImageOps
-
     found: list[np.ndarray] = []
     size = last = None
     with _opened(path) as container:
@@ -95,8 +92,7 @@ def read_video(path: Path, shape: Shape) -> UInt8[np.ndarray, "N H W 3"]:
                 image = frame.to_image()
                 size = size or nearest_size(image.height, image.width, shape.sizes)
                 height, width = size
-                fitted = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
-                last, pixels = frame, np.asarray(fitted)
+                last, pixels = frame, fitted(image, height, width)
             found.append(pixels)
     fitting = [n for n in shape.frames if n <= len(found)]
     if not fitting:
@@ -173,31 +169,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def read_image(path: Path, height: int, width: int) -> UInt8[np.ndarray, "H W 3"]:
     """An image, scaled until it covers the size, and cut at the edges."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise InputError(
-            f"--image must be a whole image, as {', '.join(FORMATS)}; got {error} in "
-            f"{str(path)!r}. Give another."
-        ) from error
-    return np.asarray(ImageOps.fit(upright, (width, height), Image.Resampling.BICUBIC))
-
-
-def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The size of the nearest proportions, then area. Ratios are exact: the same everywhere."""
-
-    def distance(size: tuple[int, int]) -> tuple[Fraction, Fraction]:
-        rows, columns = size
-        return _ratio(height * columns, width * rows), _ratio(height * width, rows * columns)
-
-    return min(sizes, key=distance)
-
-
-def _ratio(a: int, b: int) -> Fraction:
-    return Fraction(max(a, b), min(a, b))
+    return fitted(open_picture(path, str(path), "--image"), height, width)
 
 
 def write_video(path: Path, frames: UInt8[np.ndarray, "N H W 3"], *, rate: int) -> None:
