@@ -227,7 +227,14 @@ def place(tmp_path_factory):
     (place / "encoded" / "encoded.json").write_text("{}")
     line = {"file": "kite.safetensors", "size": [21, 60, 104], "tokens": 3, "caption": "a kite"}
     (place / "encoded" / "clips-0-of-1.jsonl").write_text(json.dumps(line))
-    made = "gpt_tiny mine qwen3 adapted copy reward Qwen3-8B dit_digits dit_video wan plain"
+    (place / "latents").mkdir()
+    about = {"kind": "images", "channels": 4, "pixels": False, "model": "", "captions": False}
+    about["classes"] = ["n01440764", "n01443537"]
+    (place / "latents" / "encoded.json").write_text(json.dumps(about))
+    line = dict(image="a/b.png", version=0, sha256="", file="c", row=0, label=0, caption=None)
+    line = json.dumps(line | {"size": [1, 32, 32]})
+    (place / "latents" / "images-0-of-1.jsonl").write_text(line)
+    made = "gpt_tiny mine qwen3 adapted copy reward Qwen3-8B dit_digits dit_1b dit_video wan plain"
     for name in made.split():
         recipe = name if name in RECIPES else "gpt_tiny"
         recipe = "wan_1_3b" if name in ("wan", "plain") else recipe

@@ -87,7 +87,7 @@ def _kind_of(options: EncodeOptions) -> Literal["images", "videos"]:
             suffix = PurePosixPath(file).suffix.lower()
             for kind, suffixes in kinds.items():
                 if suffix in suffixes:
-                    first.setdefault(kind, file)
+                    first[kind] = min(first.get(kind, file), file)
     if not first:
         raise InputError(
             f"FOLDER must hold images ({', '.join(pictures.SUFFIXES)}) or videos "

@@ -273,13 +273,20 @@ def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> t
 
 
 def sizes_of_area(side: int, step: int, most: float) -> tuple[tuple[int, int], ...]:
-    """Heights and widths that are multiples of `step`, of at most the area of side x side, and of
-    proportions up to 1 : `most`; the square first, then the nearest to it."""
-    found = set()
-    for height in range(step, int(side * most) + step, step):
-        width = int(min(side * side // height, most * height)) // step * step
-        if width and height <= most * width:
-            found |= {(height, width), (width, height)}
+    """Heights and widths that are multiples of `step`, of at most the area of side x side and of
+    proportions up to 1 : `most`, and cannot be larger; the square first, then the nearest to it."""
+
+    def fits(height: int, width: int) -> bool:
+        return height * width <= side * side and max(height, width) <= most * min(height, width)
+
+    sides = range(step, int(side * most) + 1, step)
+    found = [
+        (height, width)
+        for height in sides
+        for width in sides
+        if fits(height, width)
+        and not any(fits(height + x, width + y) for x, y in ((step, 0), (0, step), (step, step)))
+    ]
     return tuple(sorted(found, key=lambda x: (_ratio(*x), x)))
 
 
