@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from functools import partial
 
@@ -284,6 +285,12 @@ def opened_digest(images):
     return opened(configured(images.parent / "out")).digest
 
 
+def test_a_log_shows_progress(images, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.dit.encoded.SECONDS_BETWEEN_LINES", 0)
+    assert encoded(images, "--pixels", "--size", "8") == 0
+    assert "encoding: 7 of 12" in capsys.readouterr().err
+
+
 def test_latents_that_are_not_finite_are_left_out_by_name(images, vae, capsys):
     write_image(images / "ant" / "white.png", value=255)
     assert encoded(images, "--vae", vae, "--size", "8") == 1
@@ -443,6 +450,28 @@ def test_animations_and_other_formats_are_refused(tmp_path):
     (tmp_path / "z.webp").write_bytes(whole[: len(whole) // 2])
     with refused(InputError, "must be a whole image", "z.webp"):
         read(tmp_path / "z.webp")
+
+
+def test_images_of_too_many_pixels_are_refused(tmp_path, monkeypatch):
+    write_image(tmp_path / "x.png")
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 63)
+    with refused(InputError, "exceeds limit of 63 pixels", "x.png"):
+        read(tmp_path / "x.png")
+
+
+def test_names_that_are_no_text_are_kept(tmp_path, capsys):
+    names = [os.fsdecode(x) for x in (b"\xff", b"$(x)", b"a\x1bb")]
+    for name in names:
+        write_image(tmp_path / "images" / name / f"{name}.png")
+    assert encoded(tmp_path / "images", "--pixels", "--size", "8") == 0
+    lines = read_lines(tmp_path / "out")
+    assert [line.image for line in lines] == sorted(f"{x}/{x}.png" for x in names)
+    assert [line.label for line in lines] == [0, 1, 2]
+    assert "\x1b" not in capsys.readouterr().err
+    data = opened(configured(tmp_path / "out"))
+    assert sorted(example.label for example in [*data.train, *data.held_out]) == [0, 1, 2]
+    assert encoded(tmp_path / "images", "--pixels", "--size", "8") == 0
+    assert "3 images are as they were" in capsys.readouterr().err
 
 
 def test_sizes_have_at_most_the_area_and_the_ratio():

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from trainer.dit.encoded import (
     pixels_of,
     require_common,
     require_same,
+    tracked,
     write_tensors,
     write_whole,
 )
@@ -90,8 +90,6 @@ class _Waiting(NamedTuple):
 def encode_images(options: Encoding, flags: ImageFlags) -> list[str]:
     """Brings the encoded images of this process to what the images are now; returns the errors of
     those left out."""
-    from rich.progress import track
-
     from trainer.dit.encoded_images import read_images
     from trainer.dit.pictures import find_pictures, fitted, nearest_size, open_picture
 
@@ -125,7 +123,7 @@ def encode_images(options: Encoding, flags: ImageFlags) -> list[str]:
     ):
         writer = _ImageWriter(options, flags, about, entries, lines)
         writer.note(writer.without(image) for image in gone)
-        for picture in track(mine, "encoding", disable=not sys.stdout.isatty()):
+        for picture in tracked(mine, "encoding"):
             line = former.get(picture.file)
             try:
                 with reading(folder / picture.file):

@@ -6,10 +6,12 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -17,7 +19,11 @@ from startrail_jax.errors import InputError
 from trainer import durable
 from trainer.data.dataset import Groups, Subset
 from trainer.data.opening import read_object
+from trainer.data.progress_bar import SECONDS_BETWEEN_LINES
 from trainer.dit.config import name_of
+from trainer.printable import say
+
+Item = TypeVar("Item")
 
 ENCODED = "encoded.json"
 """In the folder: what all that is in it shares."""
@@ -53,6 +59,18 @@ class Encoding:
                 "--process must be a number from 0 and the number of all processes; got "
                 f"{index} {count}. Use for example --process 0 4."
             )
+
+
+def tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
+    """The items, with a bar on a terminal, and a line now and then in a log."""
+    from rich.progress import track
+
+    is_terminal, next_line = sys.stdout.isatty(), time.monotonic() + SECONDS_BETWEEN_LINES
+    for number, item in enumerate(track(items, what, disable=not is_terminal)):
+        if not is_terminal and time.monotonic() > next_line:
+            next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+            say(f"{what}: {number:,} of {len(items):,}")
+        yield item
 
 
 def pixels_of(sizes: Sequence[str]) -> tuple[tuple[int, int], ...]:

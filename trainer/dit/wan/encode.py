@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,6 +22,7 @@ from trainer.dit.encoded import (
     pixels_of,
     require_common,
     require_same,
+    tracked,
     write_tensors,
     write_whole,
 )
@@ -65,8 +65,6 @@ class VideoFlags:
 def encode_videos(options: Encoding, flags: VideoFlags) -> list[str]:
     """Brings the encoded videos of this process to what the videos and captions are now; returns
     the errors of those left out."""
-    from rich.progress import track
-
     model = flags.model
     if model is None:
         raise InputError(
@@ -107,7 +105,7 @@ def encode_videos(options: Encoding, flags: VideoFlags) -> list[str]:
     with (out / f"clips-{index}-of-{count}.jsonl").open("a", encoding="utf-8") as lines:
         for video in gone:
             _note(lines, out, video, entries.get(video))
-        for video, sha256 in track(todo, "encoding", disable=not sys.stdout.isatty()):
+        for video, sha256 in tracked(todo, "encoding"):
             entry, name = entries.get(video.file), file_of(video, sha256)
             try:
                 held = out / CLIPS / entry.clip.file if entry and entry.clip else None
@@ -136,13 +134,11 @@ def _changes(
 ) -> tuple[list[tuple[Video, str]], list[str]]:
     """The videos that this process encodes, each with the hash of its content, and those that it
     drops, since they are gone."""
-    from rich.progress import track
-
     from trainer.dit.wan.clips import CLIPS
 
     index, count = options.process
     todo, renewed = [], []
-    for video in track(found[index::count], "hashing", disable=not sys.stdout.isatty()):
+    for video in tracked(found[index::count], "hashing"):
         with reading(options.folder / video.file):
             sha256 = sha256_of(options.folder / video.file)
         entry, name = former.get(video.file), file_of(video, sha256)
