@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -174,9 +175,8 @@ def _read_captions(
 
 def _rows_of_jsonl(path: Path) -> list[dict[str, Any]]:
     def parse(values: Any) -> dict[str, Any]:
-        if not isinstance(values["file_name"], str):
-            raise TypeError("file_name must be a string")
-        return values
+        # A TypeError for a name that is no string.
+        return {**values, "file_name": os.fspath(values["file_name"])}
 
     return list(json_lines(path, parse, needed="file_name and a caption", way_out="Correct it."))
 
@@ -225,7 +225,7 @@ def open_picture(file: Any, name: str, what: str = "An image") -> Any:
             with Image.open(file, formats=FORMATS) as image:
                 # Cameras put a second picture behind a JPEG, for other uses.
                 if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
-                    raise ValueError("an animation, of which no single picture is meant")
+                    raise InputError("an animation, of which no single picture is meant")
                 return _in_rgb(ImageOps.exif_transpose(image))
     except MemoryError:
         raise
@@ -243,11 +243,11 @@ def _in_rgb(image: Any) -> Any:
         values = np.asarray(image)
         # PNG has 16 bits at most; Pillow would cut what is above 255.
         if "transparency" in image.info or values.min() < 0 or values.max() > 2**16 - 1:
-            raise ValueError("grey of 16 bits with transparency")
+            raise InputError("grey of 16 bits with transparency")
         grey = np.round(values / 257).astype(np.uint8)
         return Image.fromarray(grey).convert("RGB")
     if image.mode not in MODES:
-        raise ValueError(f"pixels of the mode {image.mode!r}")
+        raise InputError(f"pixels of the mode {image.mode!r}")
     if not image.has_transparency_data:
         return image.convert("RGB")
     # Transparent pixels may have any colour: they lie on white.
