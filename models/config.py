@@ -118,8 +118,9 @@ class GPTConfig:
     """Number of channels of a head; an even number."""
     mlp_width: int
     """Number of hidden channels of the MLP."""
-    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    """Kind of MLP: "swiglu" and "geglu" are gated and have three matrices, "gelu" has two."""
+    mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    """Kind of MLP: "swiglu" and "geglu" are gated and have three matrices; "gelu" and "relu2", the
+    square of a ReLU as in Nemotron-H, have two."""
     tied_head: bool = False
     """True if the embedding also serves as the output projection."""
     scores: bool = False
@@ -155,16 +156,17 @@ class GPTConfig:
     attention_gate: bool = False
     """True if a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
     Qwen3.5."""
-    mixers: tuple[Literal["attention", "linear", "ssd"], ...] = ("attention",)
+    mixers: tuple[Literal["attention", "linear", "ssd", "none"], ...] = ("attention",)
     """Mixer of each layer, which combines tokens: the list repeats. `linear linear linear
-    attention` is three layers of linear attention and one of attention, repeated, as in Qwen3.5."""
+    attention` is three layers of linear attention and one of attention, repeated, as in Qwen3.5;
+    `none` is a layer of a feed-forward alone, as in Nemotron-H."""
     linear: LinearConfig = field(default_factory=LinearConfig)
     """Layers of linear attention."""
     ssd: SSDConfig = field(default_factory=SSDConfig)
     """Layers of Mamba-2."""
-    feed_forwards: tuple[Literal["mlp", "experts"], ...] = ("mlp",)
+    feed_forwards: tuple[Literal["mlp", "experts", "none"], ...] = ("mlp",)
     """Feed-forward of each layer, which follows its mixer: the list repeats. `mlp experts` is Llama
-    4, and `experts` a model with experts in all layers."""
+    4, `experts` a model with experts in all layers, and `none` a layer of a mixer alone."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     """Layers of experts."""
     windows: tuple[int | Literal["none"], ...] = ("none",)
@@ -221,6 +223,13 @@ class GPTConfig:
                 "model.mixers must give one layer or more attention; got "
                 f"mixers={self.mixers}, layers={self.layers}. Leave it out for attention alone."
             )
+        pairs = [*zip(self.layer_mixers, self.layer_feed_forwards, strict=True)]
+        if ("none", "none") in pairs:
+            raise InputError(
+                "Every layer must have a mixer or a feed-forward; got none of both in layer "
+                f"{pairs.index(('none', 'none'))}, of mixers={self.mixers}, "
+                f"feed_forwards={self.feed_forwards}. Change one of them."
+            )
         channels = self.rope.channels
         if channels is not None and (channels % 2 or not 2 <= channels <= self.head_dim):
             raise InputError(
@@ -252,13 +261,13 @@ class GPTConfig:
 
     @property
     def layer_mixers(self) -> tuple[str, ...]:
-        """The mixer of each layer: "attention", or one with a recurrence."""
-        return _of_layers(self.mixers, self.layers)
+        """The mixer of each layer: "attention", one with a recurrence, or "none"."""
+        return _repeated(self.mixers, self.layers)
 
     @property
     def layer_feed_forwards(self) -> tuple[str, ...]:
-        """The feed-forward of each layer: "mlp" or "experts"."""
-        return _of_layers(self.feed_forwards, self.layers)
+        """The feed-forward of each layer: "mlp", "experts" or "none"."""
+        return _repeated(self.feed_forwards, self.layers)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -287,7 +296,11 @@ class GPTConfig:
         return _of_layers(self.rope.bases, self.layers)
 
 
+def _repeated(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:
+    """An entry for each layer, from a list that repeats."""
+    return tuple(pattern[i % len(pattern)] for i in range(layers if pattern else 0))
+
+
 def _of_layers(pattern: tuple[Any, ...], layers: int) -> tuple[Any, ...]:
     """An entry for each layer, from a list that repeats; None in place of the word `none`."""
-    entries = (pattern[i % len(pattern)] for i in range(layers if pattern else 0))
-    return tuple(None if entry == "none" else entry for entry in entries)
+    return tuple(None if entry == "none" else entry for entry in _repeated(pattern, layers))

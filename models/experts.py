@@ -24,7 +24,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Integer, Shaped
 
-from models.layers import MLP, give_weights
+from models.layers import MLP, give_weights, relu2
 from models.linear import project, project_adapted
 from models.parts import experts
 from models.parts.experts import ExpertsConfig
@@ -83,7 +83,7 @@ class Experts(nnx.Module):
     """sum_i share_i expert_i(x) over the chosen experts, and the shared expert of all tokens."""
 
     router: nnx.Param
-    expert_gate: ExpertLinear
+    expert_gate: ExpertLinear | None = None
     expert_up: ExpertLinear
     expert_down: ExpertLinear
     choice_bias: nnx.Param | None = None
@@ -91,6 +91,8 @@ class Experts(nnx.Module):
     expert_gate_bias: nnx.Param | None = None
     expert_up_bias: nnx.Param | None = None
     expert_down_bias: nnx.Param | None = None
+    latent_in: nnx.LinearGeneral | None = None
+    latent_out: nnx.LinearGeneral | None = None
     shared: MLP | None = None
     shared_gate: nnx.LinearGeneral | None = None
 
@@ -120,7 +122,7 @@ class Experts(nnx.Module):
                 give_weights(self, {path: weight}, sizes, **options)
             elif self.shared is None:
                 shared = dict(width=width, hidden=config.shared_width, out_gain=out_gain)
-                self.shared = MLP("swiglu", **shared, **options)
+                self.shared = MLP("swiglu" if config.is_gated else "relu2", **shared, **options)
 
     def route(
         self,
@@ -208,9 +210,11 @@ class Experts(nnx.Module):
             copy, reduce: `Hooks.copy_to_tensor` and `Hooks.reduce_from_tensor`.
             axes: `Hooks.expert_axes`.
         """
-        tokens = x.reshape(-1, x.shape[-1])
+        inputs = x if self.latent_in is None else self.latent_in(x)
+        tokens = inputs.reshape(-1, inputs.shape[-1])
         to, by = (y.reshape(-1, self.config.top_k) for y in (chosen, shares))
-        projections = {"gate": self.expert_gate, "up": self.expert_up, "down": self.expert_down}
+        projections = {"up": self.expert_up, "down": self.expert_down}
+        projections |= {} if self.expert_gate is None else {"gate": self.expert_gate}
         weights: dict[str, Array] = {}
         for name, projection in projections.items():
             weights |= projection.weights(name)
@@ -230,7 +234,9 @@ class Experts(nnx.Module):
             places = jnp.arange(len(to))[:, None], to
             each = jnp.zeros((len(tokens), self.config.count)).at[places].add(by)
             out += jnp.matmul(each, self.expert_down_bias[...], precision="highest")
-        out = out.reshape(x.shape)
+        out = out.reshape(inputs.shape)
+        if self.latent_out is not None:
+            out = self.latent_out(out.astype(x.dtype)).astype(jnp.float32)
         if self.shared is not None:
             common = reduce(self.shared(copy(x))).astype(jnp.float32)
             if self.shared_gate is not None:
@@ -254,14 +260,17 @@ def _expert(
         kernel, a, b = (weights[f"{name}{x}"] for x in ("", "/a", "/b"))
         return project_adapted(x, kernel, a, b, dict(scales)[name], out_dtype=out_dtype)
 
-    gate, up = projected(x, "gate"), projected(x, "up")
+    up = projected(x, "up")
+    gate: Any = None if activation == "relu2" else projected(x, "gate")
     if "gate_bias" in weights:
         gate, up = (
             (y.astype(jnp.float32) + weights[name][None]).astype(x.dtype)
             for y, name in ((gate, "gate_bias"), (up, "up_bias"))
         )
-    if activation == "swiglu":
-        hidden: Any = jax.nn.silu(gate) * up
+    if activation == "relu2":
+        hidden: Any = relu2(up)
+    elif activation == "swiglu":
+        hidden = jax.nn.silu(gate) * up
     else:
         gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
         hidden = (up + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)

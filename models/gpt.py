@@ -123,20 +123,22 @@ class GPT(nnx.Module):
             rngs=rngs,
         )
 
-        # Each block adds to the residual stream twice: with this gain the variance of the stream
-        # does not grow with depth.
-        out_gain = (2 * config.layers) ** -0.5
+        # With this gain the variance of the residual stream does not grow with depth.
+        out_gain = sum(part != "none" for part in (*mixers, *feeds)) ** -0.5
         make_norm = MakeNorm(config.norm_eps, config.norm_offset)
 
         def make_block(mixer: str, feed_forward: str, rngs: nnx.Rngs) -> GPTBlock:
             mixer_options: dict[str, Any] = dict(attention_fn=attention_fn, hooks=self.hooks)
             mixer_options |= dict(out_gain=out_gain, rngs=rngs)
             common: dict[str, Any] = dict(width=width, out_gain=out_gain, dtype=dtype, rngs=rngs)
+            module, mlp = MIXERS[mixer].module, None
+            if feed_forward == "experts":
+                mlp = Experts(config.experts.of_model(config), **common)
+            elif feed_forward == "mlp":
+                mlp = MLP(config.mlp, hidden=config.mlp_width, **common)
             return GPTBlock(
-                attention=resolve_name(MIXERS[mixer].module)(config, **mixer_options),
-                mlp=Experts(config.experts.of_model(config), **common)
-                if feed_forward == "experts"
-                else MLP(config.mlp, hidden=config.mlp_width, **common),
+                attention=None if module is None else resolve_name(module)(config, **mixer_options),
+                mlp=mlp,
                 width=width,
                 make_norm=make_norm,
                 norms=MIXERS[mixer].norms(config),
@@ -225,7 +227,7 @@ class GPT(nnx.Module):
             experts: Any,
         ) -> tuple[Array, Added | None]:
             block = nnx.merge(graphs[layer_kind.stack], weights)
-            attend, given = block.attention.uncached(documents), layer_of(experts)
+            attend, given = block.uncached(documents), layer_of(experts)
             x, _, route = block(x, rotation, layer_kind.window, attend, token_weights, given)
             return x, None if route is None else Added(
                 route.auxiliary, route.balance, route.busiest
@@ -276,7 +278,8 @@ class GPT(nnx.Module):
                 loop over layers carries them, so that each layer writes in place.
             attend: for each stack, the function that its layers call: (cache, layer, *arrays) ->
                 (out, cache), where `layer` is the number of the layer in its stack, and the arrays
-                are the arguments of a `CachedAttentionFn` or a `CachedLinearFn`.
+                are the arguments of a `CachedAttentionFn` or a `CachedLinearFn`. Stacks of layers
+                without a mixer have neither.
 
         Returns:
             The input of `logits`, and the caches.
@@ -287,12 +290,13 @@ class GPT(nnx.Module):
             layer_kind: Kind, weights: Any, x: Array, rotation: Rotation, number: Array, cache: Any
         ) -> tuple[Array, Any]:
             block = nnx.merge(graphs[layer_kind.stack], weights)
-            attend_layer = functools.partial(attend[layer_kind.stack], cache, number)
+            function = attend.get(layer_kind.stack)
+            attend_layer = None if function is None else functools.partial(function, cache, number)
             return block(x, rotation, layer_kind.window, attend_layer)[:2]
 
         layers = self._wrapped(run_block)
         rotations = self._rotations(positions)
-        carry = self._embed(tokens), {stack: caches[stack] for stack in weights}
+        carry = self._embed(tokens), {stack: caches[stack] for stack in weights if stack in caches}
         numbered = {
             stack: (arrays, jnp.arange(len(jax.tree.leaves(arrays)[0])))
             for stack, arrays in weights.items()
@@ -302,11 +306,12 @@ class GPT(nnx.Module):
             def step(carry: Any, inputs: Any, stretch: Stretch = stretch) -> tuple[Any, None]:
                 x, caches = carry
                 for layer_kind, entry in stretch.each(inputs):
-                    (layer_weights, number), cache = layer_of(entry), caches[layer_kind.stack]
+                    (layer_weights, number), cache = layer_of(entry), caches.get(layer_kind.stack)
                     x, cache = layers[layer_kind](
                         layer_weights, x, rotations[layer_kind.rope], number, cache
                     )
-                    caches = {**caches, layer_kind.stack: cache}
+                    kept = {} if cache is None else {layer_kind.stack: cache}
+                    caches = {**caches, **kept}
                 return (x, caches), None
 
             carry, _ = lax.scan(step, carry, stretch.grouped(numbered))
@@ -385,14 +390,14 @@ class GPT(nnx.Module):
 
 
 class GPTBlock(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); their outputs may be normalised as well, or
-    instead of their inputs."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or one of them; their outputs may be
+    normalised as well, or instead of their inputs."""
 
     def __init__(
         self,
         *,
         attention: Any,
-        mlp: MLP | Experts,
+        mlp: MLP | Experts | None,
         width: int,
         make_norm: MakeNorm,
         norms: Norms,
@@ -404,40 +409,51 @@ class GPTBlock(nnx.Module):
         self.attention = attention
         self.mlp = mlp
         self.dtype = jnp.dtype(dtype)
+        parts = attention, mlp
         self.attention_norm, self.mlp_norm = (
-            None if norms == "after" else make_norm(width, rngs=rngs) for _ in range(2)
+            None if norms == "after" or part is None else make_norm(width, rngs=rngs)
+            for part in parts
         )
         self.attention_out_norm, self.mlp_out_norm = (
-            None if norms == "before" else make_norm(width, rngs=rngs) for _ in range(2)
+            None if norms == "before" or part is None else make_norm(width, rngs=rngs)
+            for part in parts
         )
+
+    def uncached(self, documents: Documents) -> Callable[..., tuple[Array, None]] | None:
+        """What the mixer of a layer calls without a cache; None for a layer without one."""
+        return None if self.attention is None else self.attention.uncached(documents)
 
     def __call__(
         self,
         x: Float[Array, "B T width"],
         rotation: Rotation,
         window: int | None,
-        attend: Callable[..., tuple[Array, Any]],
+        attend: Callable[..., tuple[Array, Any]] | None,
         token_weights: Float32[Array, "B T"] | None = None,
         experts: Integer[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T width"], Any, Route | None]:
         """Runs the block; returns its output, the cache that `attend` returned, and where a layer
         of experts has sent its tokens: to the given `experts`, if there are some."""
-        copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
-
-        normalised = copy(self._normalised(x, self.attention_norm))
-        out, kv_cache = self.attention(normalised, rotation, window, attend)
-        out = projected(biased(reduce(out), self.attention.out_bias))
-        x = x + self._normalised(out, self.attention_out_norm)
-        out, route = self._feed_forward(x, token_weights, experts)
-        return x + out, kv_cache, route
+        kv_cache = route = None
+        if self.attention is not None:
+            normalised = self.hooks.copy_to_tensor(self._normalised(x, self.attention_norm))
+            out, kv_cache = self.attention(normalised, rotation, window, attend)
+            out = self.hooks.reduce_from_tensor(out)
+            out = projected(biased(out, self.attention.out_bias))
+            x = x + self._normalised(out, self.attention_out_norm)
+        if self.mlp is not None:
+            out, route = self._feed_forward(self.mlp, x, token_weights, experts)
+            x = x + out
+        return x, kv_cache, route
 
     def _feed_forward(
         self,
+        mlp: MLP | Experts,
         x: Float[Array, "B T width"],
         token_weights: Float32[Array, "B T"] | None,
         experts: Integer[Array, "B T k"] | None,
     ) -> tuple[Float[Array, "B T width"], Route | None]:
-        hooks, mlp = self.hooks, self.mlp
+        hooks = self.hooks
         copy, reduce = hooks.copy_to_tensor, hooks.reduce_from_tensor
         if isinstance(mlp, MLP):
 

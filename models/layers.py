@@ -177,8 +177,14 @@ def give_weights(
             setattr(module, name, norm)
 
 
+def relu2(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The square of a ReLU (https://arxiv.org/abs/2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), the same with gelu, or down(gelu(up(x)))."""
+    """down(silu(gate(x)) * up(x)), the same with gelu, or down(gelu(up(x))) or down(relu(up(x))^2)
+    without a gate."""
 
     gate: nnx.LinearGeneral | None = None
     up: nnx.LinearGeneral
@@ -187,7 +193,7 @@ class MLP(nnx.Module):
 
     def __init__(
         self,
-        activation: Literal["swiglu", "geglu", "gelu"],
+        activation: Literal["swiglu", "geglu", "gelu", "relu2"],
         *,
         width: int,
         hidden: int,
@@ -199,7 +205,7 @@ class MLP(nnx.Module):
         """Builds the projections.
 
         Args:
-            activation: "swiglu" and "geglu" have a gate and three matrices, "gelu" has two.
+            activation: "swiglu" and "geglu" have a gate and three matrices, "gelu" and "relu2" two.
             width: channels of inputs and outputs.
             hidden: channels between the projections.
             out_gain: standard deviation of the outputs of `down` for inputs of variance 1.
@@ -207,8 +213,8 @@ class MLP(nnx.Module):
             dtype: type of activations and matrix products.
             rngs: source of the initial weights.
         """
-        self.activation = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
-        weights = mlp.weights_of("hidden", gated=activation != "gelu", biased=bias)
+        self.activation = {"swiglu": jax.nn.silu, "relu2": relu2}.get(activation, jax.nn.gelu)
+        weights = mlp.weights_of("hidden", gated=activation not in mlp.UNGATED, biased=bias)
         sizes = {"width": width, "hidden": hidden}
         give_weights(self, weights, sizes, out_gain=out_gain, dtype=dtype, rngs=rngs)
 

@@ -85,10 +85,10 @@ def check_greedy_tokens(config, degrees, weights):
 
 
 def check_saved_bytes(model, remat, degrees):
-    """Of a model whose pattern has two layers. Counted in the derivative that jax makes: no weights
-    are among them."""
+    """Of a model whose pattern of mixers repeats five times. Counted in the derivative that jax
+    makes: no weights are among them."""
     turns, tokens = 5, 2048
-    model = model | {"layers": 2 * turns, "dtype": "bfloat16"}
+    model = model | {"layers": len(model["mixers"]) * turns, "dtype": "bfloat16"}
     config = make_config(model, seq_len=tokens * degrees.sequence, remat=remat, batch_size=1)
     config = dataclasses.replace(config, data=DataConfig(mask_documents=False))
     program = make_program(config, degrees)

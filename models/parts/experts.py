@@ -31,8 +31,13 @@ class ExpertsConfig:
     none."""
     shared_gate: bool = False
     """True if the sigmoid of a projection multiplies the output of the shared expert."""
-    activation: Literal["swiglu", "clamped"] = "swiglu"
-    """Activation of the experts; gpt-oss has "clamped"."""
+    activation: Literal["swiglu", "clamped", "relu2"] = "swiglu"
+    """Activation of the experts: gpt-oss has "clamped", and Nemotron 3 "relu2", the square of a
+    ReLU without a gate."""
+    latent_width: int | None = None
+    """Number of channels that experts read and write: tokens are projected to them, and the sum of
+    the outputs back, as in Nemotron 3. The default is the channels of the model, without
+    projections."""
     biases: bool = False
     """True if the router and the experts have biases, as in gpt-oss."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -70,7 +75,7 @@ class ExpertsConfig:
     https://arxiv.org/abs/2202.08906)."""
 
     def __post_init__(self) -> None:
-        for name in ("count", "top_k", "width"):
+        for name in ("count", "top_k", "width", "latent_width"):
             check_minimum(f"model.experts.{name}", getattr(self, name), 1)
         check_minimum("model.experts.shared_width", self.shared_width, 0)
         if self.top_k > self.count:
@@ -91,6 +96,11 @@ class ExpertsConfig:
                 f"{self.top_k}. Leave the groups out for none."
             )
         check_range("model.experts.share_scale", self.share_scale, "above 0 and finite")
+        if self.biases and not (self.is_gated and self.latent_width is None):
+            raise InputError(
+                "model.experts.biases needs experts with a gate, and no latent_width; got "
+                f"activation={self.activation!r}, latent_width={self.latent_width}. Leave it out."
+            )
         if self.shared_gate and not self.shared_width:
             raise InputError(
                 "model.experts.shared_gate needs a shared expert; got shared_width=0. Give "
@@ -112,6 +122,11 @@ class ExpertsConfig:
         )
 
     @property
+    def is_gated(self) -> bool:
+        """Whether experts have a gate."""
+        return self.activation != "relu2"
+
+    @property
     def has_choice_bias(self) -> bool:
         """Whether a bias counts in the choice of experts."""
         return self.choice_bias or self.balance_rate > 0
@@ -128,12 +143,15 @@ def weights(config: Model) -> dict[str, Weight]:
 
 def weights_of(experts: ExpertsConfig) -> dict[str, Weight]:
     """The weights of a layer, by path, from its options alone."""
-    declared = {
-        "router": weight("width | experts", precise=True),
-        "expert_gate/kernel": projection("experts: width | expert_mlp"),
-        "expert_up/kernel": projection("experts: width | expert_mlp"),
-        "expert_down/kernel": projection("experts: expert_mlp | width", "out"),
-    }
+    declared = {"router": weight("width | experts", precise=True)}
+    width = "width" if experts.latent_width is None else "latent"
+    if experts.is_gated:
+        declared["expert_gate/kernel"] = projection(f"experts: {width} | expert_mlp")
+    declared["expert_up/kernel"] = projection(f"experts: {width} | expert_mlp")
+    declared["expert_down/kernel"] = projection(f"experts: expert_mlp | {width}", "out")
+    if experts.latent_width is not None:
+        declared["latent_in/kernel"] = projection("width | latent")
+        declared["latent_out/kernel"] = projection("latent | width")
     if experts.has_choice_bias:
         declared["choice_bias"] = bias("experts")
     if experts.biases:
@@ -143,7 +161,7 @@ def weights_of(experts: ExpertsConfig) -> dict[str, Weight]:
         # Added where the outputs of a token's experts are summed, on the device of the token.
         declared["expert_down_bias"] = bias("experts width", precise=True)
     if experts.shared_width:
-        declared |= below("shared", mlp.weights_of("shared_mlp", gated=True))
+        declared |= below("shared", mlp.weights_of("shared_mlp", gated=experts.is_gated))
     if experts.shared_gate:
         declared["shared_gate/kernel"] = weight("width one")
     return declared
@@ -160,5 +178,6 @@ def sizes_of(experts: Any) -> dict[str, int]:
         "experts": experts.count,
         "expert_mlp": experts.width,
         "shared_mlp": experts.shared_width,
+        **({} if experts.latent_width is None else {"latent": experts.latent_width}),
         "one": 1,
     }

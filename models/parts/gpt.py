@@ -27,8 +27,8 @@ class FeedForward:
 class Mixer(FeedForward):
     """The mixer of a layer, which combines tokens."""
 
-    module: str
-    """The module that computes it, `module:class`."""
+    module: str | None
+    """The module that computes it, `module:class`; None for a layer without one."""
     norms: Callable[[GPTConfig], Norms] = lambda config: config.norms
     """Place of the norms in its layers."""
     recurrence: Callable[[GPTConfig], Recurrence] | None = None
@@ -55,9 +55,11 @@ MIXERS = {
         weights=ssd.weights,
         recurrence=ssd.recurrence,
     ),
+    "none": Mixer(prefix="feed_", module=None, weights=lambda config: {}),
 }
 """Mixers by their names in `GPTConfig.mixers`."""
 FEED_FORWARDS = {
+    "none": FeedForward(prefix="mix_", weights=lambda config: {}),
     "mlp": FeedForward(prefix="", weights=mlp.weights, sizes=mlp.sizes),
     "experts": FeedForward(prefix="expert_", weights=experts.weights, sizes=experts.sizes),
 }
@@ -88,9 +90,10 @@ def gpt_weights(config: GPTConfig) -> dict[str, Weight]:
     for stack, (mixer, feed_forward) in stack_pairs(config).items():
         layer = below("attention", MIXERS[mixer].weights(config))
         layer |= below("mlp", FEED_FORWARDS[feed_forward].weights(config))
-        norms = MIXERS[mixer].norms(config)
-        names = [f"{x}_norm" for x in ("attention", "mlp") if norms != "after"]
-        names += [f"{x}_out_norm" for x in ("attention", "mlp") if norms != "before"]
+        norms, parts = MIXERS[mixer].norms(config), {"attention": mixer, "mlp": feed_forward}
+        added = [name for name, part in parts.items() if part != "none"]
+        names = [f"{x}_norm" for x in added if norms != "after"]
+        names += [f"{x}_out_norm" for x in added if norms != "before"]
         declared |= stacked(stack, layer | {f"{name}/scale": scale("width") for name in names})
     declared["norm/scale"] = scale("width")
     if config.head != "embedding":

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from models.weights import Model, Weight, bias, projection
 
+UNGATED = ("gelu", "relu2")
+"""Kinds of MLP without a gate."""
+
 
 def weights(config: Model) -> dict[str, Weight]:
     """The weights, in the order in which they are drawn."""
-    return weights_of("mlp", gated=config.mlp != "gelu")
+    return weights_of("mlp", gated=config.mlp not in UNGATED)
 
 
 def weights_of(hidden: str, *, gated: bool, biased: bool = False) -> dict[str, Weight]:

@@ -23,7 +23,8 @@ def same(x):
 def make_layer(adapters=None, lower=0.0, **changes):
     config = ExpertsConfig(**SIZES | changes)
     layer = Experts(config, width=8, out_gain=1.0, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    for base in (layer.expert_gate, layer.expert_up, layer.expert_down) if adapters else ():
+    projections = (layer.expert_gate, layer.expert_up, layer.expert_down) if adapters else ()
+    for base in filter(None, projections):
         base.scale = SCALE
         base.lora_a, base.lora_b = narrow_matrices(
             base.kernel.shape, rank=adapters, stacked=1, contracted=1, rngs=nnx.Rngs(1)
@@ -60,19 +61,28 @@ def dense(sizes, w, x, token_weights):
         a, b = (w.get(f"expert_{name}/lora_{x}", np.zeros((99, 1, 1)))[e] for x in "ab")
         return w[f"expert_{name}/kernel"][e] + SCALE * a @ b
 
+    tokens = x @ w.get("latent_in/kernel", np.eye(x.shape[1]))
     for e in range(sizes.count):
-        gate = x @ kernel("gate", e) + w.get("expert_gate_bias", np.zeros((99, 1)))[e]
-        up = x @ kernel("up", e) + w.get("expert_up_bias", np.zeros((99, 1)))[e]
-        if sizes.activation == "swiglu":
+        up = tokens @ kernel("up", e) + w.get("expert_up_bias", np.zeros((99, 1)))[e]
+        if sizes.activation != "relu2":
+            gate = tokens @ kernel("gate", e) + w.get("expert_gate_bias", np.zeros((99, 1)))[e]
+        if sizes.activation == "relu2":
+            hidden = jnp.maximum(up, 0) ** 2
+        elif sizes.activation == "swiglu":
             hidden = gate * jax.nn.sigmoid(gate) * up
         else:
             gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
             hidden = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
         one = hidden @ kernel("down", e) + w.get("expert_down_bias", np.zeros((99, 1)))[e]
         out = out + shares[:, e : e + 1] * one
+    out = out @ w.get("latent_out/kernel", np.eye(x.shape[1]))
     if sizes.shared_width:
-        gate, up, down = (w[f"shared/{x}/kernel"] for x in ("gate", "up", "down"))
-        common = (x @ gate * jax.nn.sigmoid(x @ gate) * (x @ up)) @ down
+        up, down = (w[f"shared/{x}/kernel"] for x in ("up", "down"))
+        if sizes.activation == "relu2":
+            common = jnp.maximum(x @ up, 0) ** 2 @ down
+        else:
+            gate = x @ w["shared/gate/kernel"]
+            common = (gate * jax.nn.sigmoid(gate) * (x @ up)) @ down
         if sizes.shared_gate:
             common = common * jax.nn.sigmoid(x @ w["shared_gate/kernel"])
         out = out + common
@@ -98,6 +108,9 @@ def dense(sizes, w, x, token_weights):
         dict(scores="sigmoid", choice_bias=True, share_scale=2.5, balance_loss=0.1),
         dict(scores="sigmoid", choice_bias=True, count=9, top_k=3, groups=3, top_groups=2),
         dict(count=8, groups=4, top_groups=1, share_scale=0.5),
+        dict(activation="relu2", shared_width=10, share_scale=2.5),
+        dict(activation="relu2", latent_width=5, shared_width=10, scores="sigmoid", adapters=4),
+        dict(latent_width=11),
     ],
     ids=str,
 )

@@ -198,9 +198,11 @@ class Generator:
 
     @cached_property
     def _recurrences(self) -> dict[str, Recurrence | None]:
-        """The recurrence of the layers of each stack; None for layers with attention."""
+        """The recurrence of the layers of each stack that has a cache; None for layers with
+        attention."""
         by_mixer, pairs = recurrences_of(self._config), stack_pairs(self._config)
-        return {stack: by_mixer.get(mixer) for stack, (mixer, _) in pairs.items()}
+        with_mixer = {stack: mixer for stack, (mixer, _) in pairs.items() if mixer != "none"}
+        return {stack: by_mixer.get(mixer) for stack, mixer in with_mixer.items()}
 
     # What one device does.
 

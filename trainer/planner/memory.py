@@ -283,14 +283,17 @@ def _saved(sizes: StepSizes) -> Part:
             of_attention += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
         # Beside its projections, a recurrence has convolved and normalised ones, and float32 arrays
         # of its norms.
-        mixers: dict[str, Amount] = {"attention": layer + of_attention}
+        feeding = layer // 2
+        mixing = layer - feeding
+        mixers: dict[str, Amount] = {"attention": mixing + of_attention, "none": 0}
         for mixer, x in model.recurrences.items():
             inputs = 13 * _recurrence_inputs(sizes, x)
-            mixers[mixer] = layer + _recurrence_states(sizes, x) + inputs
-        size = _of_layers(sizes, mixers, 6 * hidden, 6 * shared) + copies
+            mixers[mixer] = mixing + _recurrence_states(sizes, x) + inputs
+        feeds = (feeding + 6 * x for x in (hidden, shared))
+        size = _of_layers(sizes, mixers, *feeds) + copies
         return Part(name=name, size=size, exact=False)
     of_attention = layer = sizes.stream
-    mixers = dict.fromkeys(model.recurrences, layer)
+    mixers = dict.fromkeys((*model.recurrences, "none"), layer)
     if sizes.remat != "full":
         # With `head` > 1 the output is saved both before and after the exchange, but the host's
         # memory holds only the one before.
@@ -311,6 +314,8 @@ def _saved(sizes: StepSizes) -> Part:
     count = (model.mlp_matrices - 1) * (sizes.remat == "products_saved")
     mixers["attention"] = of_attention
     size = _of_layers(sizes, mixers, count * hidden, count * shared)
+    if sizes.remat in ("projections_saved", "products_saved"):
+        size = size - model.unread_outputs * sizes.stream
     return Part(name=name, size=size, host=sizes.offload)
 
 

@@ -60,8 +60,6 @@ DISPATCHES = 4
 SENT_TO_EXPERTS = 5
 """Arrays that a step sends for each assignment: inputs and outputs of experts, and backward the
 inputs and two gradients."""
-_OF_EXPERT = 3
-"""Matrices of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ class LayerKind:
     mixer: str
     """Name of its mixer, such as "attention"."""
     feed_forward: str
-    """"mlp" or "experts"."""
+    """"mlp", "experts" or "none"."""
     count: int
     weights: Mapping[str, Weight]
     """The weights of a layer, by path in it, without adapters."""
@@ -91,6 +89,11 @@ class LayerKind:
     def stack(self) -> str:
         """The part of the model with the weights of all such layers."""
         return stack_name(self.mixer, self.feed_forward)
+
+    @property
+    def parts(self) -> int:
+        """Mixer and feed-forward, or one of them."""
+        return sum(part != "none" for part in (self.mixer, self.feed_forward))
 
     def has(self, path: str) -> bool:
         """True if a weight of the model belongs to these layers."""
@@ -156,7 +159,12 @@ class LayerKind:
     def of_one_matrix(self) -> int:
         """Weights of one matrix of the experts of a token."""
         matrices = self.sum_of(lambda path, x: x.of_experts and x.projects and self.of_token(x))
-        return int(matrices) // _OF_EXPERT
+        return int(matrices) // max(self.expert_matrices, 1)
+
+    @cached_property
+    def expert_matrices(self) -> int:
+        """Matrices of an expert: 3 with a gate, else 2; 0 without experts."""
+        return sum(x.of_experts and x.projects for x in self.weights.values())
 
     @property
     def padded(self) -> int:
@@ -166,7 +174,7 @@ class LayerKind:
     @property
     def again_always(self) -> int:
         """Expert weights recomputed in every backward pass."""
-        return 2 * self.of_one_matrix
+        return max(self.expert_matrices - 1, 0) * self.of_one_matrix
 
     @cached_property
     def moved(self) -> int:
@@ -177,7 +185,8 @@ class LayerKind:
             lambda path, x: x.projects and _in_feed_forward(path) and self.of_token(x)
         )
         # Rows of inputs and outputs of experts, which are float32.
-        rows = 3 * self.top_k * width if self.feed_forward == "experts" else 0
+        of_rows = self.sizes.get("latent", width)
+        rows = 3 * self.top_k * of_rows if self.feed_forward == "experts" else 0
         return self.moved_by_mixer + int(hidden) // width + rows
 
     @cached_property
@@ -253,7 +262,7 @@ class ModelSizes:
     recurrences: Mapping[str, Recurrence] = field(default_factory=dict)
     """The recurrence of each mixer that has one."""
     feed_forwards: tuple[str, ...] = ("mlp",)
-    """Feed-forward of each layer, "mlp" or "experts"; the list repeats."""
+    """Feed-forward of each layer, "mlp", "experts" or "none"; the list repeats."""
     top_k: int = 0
     """Experts of a token."""
     dispatch: bool | None = None
@@ -352,7 +361,8 @@ class ModelSizes:
     @cached_property
     def mlp_matrices(self) -> int:
         """Matrices of the MLP: 3 with a gate, else 2."""
-        return 3 if any("gate/kernel" in path for path in self.weights) else 2
+        gates = (path for path in self.weights if _in_feed_forward(path))
+        return 3 if any(path.split("/")[-2] in ("gate", "expert_gate") for path in gates) else 2
 
     @cached_property
     def qk_norm(self) -> bool:
@@ -387,25 +397,38 @@ class ModelSizes:
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
         """The window of each layer, None for a layer that attends to all earlier tokens; the name
-        of the mixer for a layer with a recurrence."""
+        of the mixer for a layer without attention."""
         windows = (self.windows[i % len(self.windows)] for i in range(self.layers))
         pairs = zip(self.layer_mixers, windows, strict=True)
-        return tuple(mixer if mixer in self.recurrences else window for mixer, window in pairs)
+        return tuple(window if mixer == "attention" else mixer for mixer, window in pairs)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The windows of the layers with attention."""
-        return tuple(x for x in self.layer_kinds if x not in self.recurrences)
+        return tuple(x for x in self.layer_kinds if not isinstance(x, str))
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of layers, each with its weights and products."""
         return tuple(self._kind(*x, count) for x, count in Counter(self.layer_pairs).items())
 
+    @property
+    def unread_outputs(self) -> int:
+        """Layers with a mixer whose output is only added: no norm and no feed-forward reads it."""
+        return sum(
+            layer_kind.count
+            for layer_kind in self.kinds
+            if layer_kind.mixer != "none"
+            and layer_kind.feed_forward == "none"
+            and not any(path.startswith("attention_out_norm/") for path in layer_kind.weights)
+        )
+
     def _kind(self, mixer: str, feed_forward: str, count: int) -> LayerKind:
         stack = stack_name(mixer, feed_forward)
         recurrence = self.recurrences.get(mixer)
-        if recurrence is None:
+        if mixer == "none":
+            moved = 0
+        elif recurrence is None:
             keys = {"kv_heads": self.kv_heads, "query_dim": self.head_dim}
             moved = attention.moved({**keys, **self.sizes})
             # Attention to a text moves queries alone.
@@ -531,12 +554,16 @@ class ModelSizes:
         """Bytes of one array of all assignments of a device, in messages; the last one is not
         full."""
         sent = (1 + 1 / DISPATCHES) * self.top_k
-        return sent * tokens * self.width * self.itemsize
+        return sent * tokens * self.sizes.get("latent", self.width) * self.itemsize
 
     @property
     def expert_elements(self) -> int:
         """Weights of the matrices of all experts of a layer."""
-        return _OF_EXPERT * self.experts * self.width * self.sizes.get("expert_mlp", 0)
+        of_layers = (
+            layer_kind.sum_of(lambda path, x: x.of_experts and x.projects)
+            for layer_kind in self.kinds
+        )
+        return max(of_layers, default=0)
 
     @property
     def gathered_bytes(self) -> int:

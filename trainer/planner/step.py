@@ -136,7 +136,7 @@ class Step:
 
     def parts(self, savings: Savings) -> dict[str, np.ndarray]:
         """The seconds of a step, by the names in `COMPUTE` and `EXPOSED`."""
-        model, layers = self.call.model, self.call.model.layers
+        model = self.call.model
         repeats = savings.remat == "full"
         forward, backward = self.forward, self.backward
         compute = forward.compute + backward.compute
@@ -163,7 +163,10 @@ class Step:
         head = (3 - model.frozen.head) * self._products(model.outputs * model.width)
         # A layer sums the outputs of attention and MLP over `tensor`, and the gradients of both
         # inputs.
-        sums = 4 + (savings.remat in REPEATS_PROJECTIONS)
+        sums = self._of_layers(
+            2 * x.parts + (x.mixer != "none") * (savings.remat in REPEATS_PROJECTIONS)
+            for x in self.kinds
+        )
         shard = self.trained / (self.settings.replicas if savings.zero else 1)
         backs = [x + y for x, y in zip(layer, again, strict=True)]
         return {
@@ -175,7 +178,7 @@ class Step:
             "optimizer": _ADAM_BYTES * shard / self.cluster.gpu.memory_rate,
             "attention waits": waits,
             "state waits": (2 + repeats) * self._states,
-            "tensor waits": layers * sums * self._tensor_sum().seconds,
+            "tensor waits": sums * self._tensor_sum().seconds,
             "zero waits": self._zero(savings.zero, layer, backs),
             "offload waits": self._offload(savings),
         }
@@ -300,7 +303,8 @@ class Step:
         """
         model, tensor = self.call.model, self.settings.tensor
         elements = self._of_layers(
-            8 * model.width + layer_kind.moved / tensor for layer_kind in self.kinds
+            4 * layer_kind.parts * model.width + layer_kind.moved / tensor
+            for layer_kind in self.kinds
         )
         layers = 4 * elements * model.itemsize
         moved = self.tokens * (layers + 4 * _FLOAT32 * model.outputs / tensor)

@@ -222,7 +222,7 @@ def _trees(
     config: GPTTrainConfig, rollouts: StoredRollouts, documents: TokenDocuments
 ) -> TokenDocuments:
     """Rollouts that share beginnings as one document each, or pairs as trees of two answers."""
-    has_states = set(config.model.layer_mixers) != {"attention"}
+    has_states = set(config.model.layer_mixers) - {"none"} != {"attention"}
     limits = TreeLimits(tokens=config.seq_len, levels=2 if has_states else None)
     ends, read = rollouts.ends, documents.read
     if rollouts.documents is not None:
