@@ -30,6 +30,14 @@ FAMILIES = {
     **dict.fromkeys(("gpt_oss", "mixtral", "olmoe"), TARGETS),
     # Of Qwen3-MoE and GLM, the first layer has an MLP.
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe"), TARGETS + WITH_SHARED),
+    "nemotron3": (
+        ("query", "expert_up", "expert_down"),
+        ("expert_up",),
+        ("expert_down", "value"),
+        ("key", "up", "step", "out_gate", "latent_in"),
+        ("down", "latent_in", "latent_out"),
+    ),
+    "nemotron_h": (("up", "down"), ("query", "value", "out_gate", "step"), ("up", "step")),
 }
 
 

@@ -51,7 +51,10 @@ def greedy(folder: Path) -> int:
     with open_pretrained(config, generator.weight_shapes) as initial:
         weights = initial.read(generator.weight_shapes)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     rng = np.random.default_rng(0)
     prompts = [rng.integers(config.model.vocab_size, size=n).astype(np.int32) for n in (1, 5, 19)]
@@ -63,6 +66,7 @@ def greedy(folder: Path) -> int:
             attention_mask=torch.ones_like(tokens),  # By default, tokens for padding are masked.
             max_new_tokens=NEW,
             do_sample=False,
+            use_cache=False,  # With caches, Nemotron-H has other tokens after short prompts.
             eos_token_id=None,
             pad_token_id=0,
         )

@@ -42,6 +42,7 @@ LARGEST_ERROR = 1e-4
 EAGER = dict(attn_implementation="eager", experts_implementation="eager")
 FULL, SLIDING = "full_attention", "sliding_attention"
 OF_STATES = "linear_attention"
+BLOCKS = [OF_STATES, "moe", FULL, "mlp", OF_STATES]
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 LINEAR = dict(rope_type="linear", factor=4.0)
 NESTED = {FULL: dict(LINEAR, rope_theta=1000.0), SLIDING: dict(rope_type="default", rope_theta=9.0)}
@@ -125,6 +126,25 @@ ODD = [
     dict(first_k_dense_replace=2),
     dict(first_k_dense_replace=3),
     dict(num_nextn_predict_layers=2),
+    dict(layers_block_type=[OF_STATES, "mlp", FULL]),
+    dict(layers_block_type=["mamba", "moe", "attention"]),
+    dict(layers_block_type=[OF_STATES, "moe"]),
+    dict(layers_block_type=[FULL, "moe"], num_hidden_layers=7),
+    dict(layers_block_type=None, hybrid_override_pattern="ME*-M"),
+    dict(hybrid_override_pattern="M*-"),
+    dict(mamba_num_heads=6, n_groups=3),
+    dict(mamba_num_heads=6, n_groups=4),
+    dict(mamba_n_groups=1),
+    dict(time_step_min=1.0),
+    dict(time_step_max=0.5, time_step_floor=0.2),
+    dict(time_step_limit=[0.5, 1.0]),
+    dict(moe_latent_size=6),
+    dict(expand=3, chunk_size=7, num_logits_to_keep=3),
+    dict(mamba_hidden_act="gelu"),
+    dict(mlp_hidden_act="silu"),
+    dict(layer_norm_epsilon=0.1),
+    dict(norm_eps=0.1),
+    dict(n_routed_experts=6, num_local_experts=8),
 ]
 
 
@@ -145,6 +165,10 @@ def settings_of(family):
         base |= {key: value for key, value in sizes.items() if key in FAMILIES[family].keys}
     if family == "olmoe":
         base["head_dim"] = 4
+    if family == "nemotron_h":
+        del base["num_hidden_layers"]
+        base |= dict(layers_block_type=BLOCKS, mamba_num_heads=4, mamba_head_dim=6, n_groups=2)
+        base |= dict(ssm_state_size=6, conv_kernel=3, moe_shared_expert_intermediate_size=10)
     if family == "olmo_hybrid":
         base["layer_types"] = [OF_STATES, FULL, OF_STATES]
     yield base

@@ -55,6 +55,16 @@ OF_STATES = dict(
     linear_value_head_dim=6,
     linear_conv_kernel_dim=3,
 )
+FULL = "full_attention"
+OF_MAMBA = dict(
+    mamba_num_heads=4,
+    mamba_head_dim=6,
+    n_groups=2,
+    ssm_state_size=5,
+    conv_kernel=3,
+    time_step_min=0.25,
+    layer_norm_epsilon=1e-5,
+)
 OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 SMALLER = dict(intermediate_size=12, num_key_value_heads=1, head_dim=4)
 GEMMA3 = SMALLER | dict(
@@ -215,6 +225,33 @@ CASES = {
         ),
         "float32",
     ),
+    # Layers of one part each; a kernel of three tokens, and states of five rows.
+    "nemotron_h": (
+        "NemotronH",
+        OF_MAMBA
+        | dict(
+            layers_block_type=["linear_attention", "mlp", "linear_attention", FULL, "mlp"],
+            mlp_hidden_act="relu2",
+        ),
+        "bfloat16",
+    ),
+    # Experts without gates, in channels of their own.
+    "nemotron3": (
+        "NemotronH",
+        OF_MAMBA
+        | dict(
+            layers_block_type=["linear_attention", "moe", FULL, "linear_attention", "moe"],
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            moe_intermediate_size=12,
+            moe_shared_expert_intermediate_size=20,
+            moe_latent_size=10,
+            routed_scaling_factor=2.5,
+        ),
+        "float32",
+    ),
 }
 TOWER = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8,
@@ -241,6 +278,8 @@ def make_model(name, seed):
     """A model of a case, with random biases and norms too, in float32 with values of its type."""
     family, options, dtype = CASES[name]
     of_what, kind, values = "CausalLM", CONFIGS.get(family, f"{family}Config"), SIZES | options
+    if "layers_block_type" in values:
+        del values["rms_norm_eps"], values["num_hidden_layers"]
     if name in OF_IMAGES:
         of_what, kind = "ConditionalGeneration", f"{family}Config"
         tied = values.pop("tie_word_embeddings", False)
@@ -286,6 +325,8 @@ def compute(model, seed):
     gradients = {name: x.grad.numpy().astype("f4") for name, x in weights.items()}
     if model.config.model_type == "olmo_hybrid":
         gradients = as_in_files(gradients, model.config)
+    if model.config.model_type == "nemotron_h":
+        gradients = {x.replace("model.", "backbone.", 1): y for x, y in gradients.items()}
     if model.config.model_type != "gpt_oss":
         gradients = by_expert(gradients, model.config.model_type)
     return {
@@ -354,6 +395,9 @@ def by_expert(arrays, kind):
         if ".mlp." in name:
             name = name.replace(".mlp.", f".{folder}.")
         place, _, which = name.rpartition(".")
+        if which == "up_proj":  # Of experts without gates.
+            found |= {f"{place}.{i}.{which}.weight": own for i, own in enumerate(x)}
+            continue
         if which not in ("gate_up_proj", "down_proj"):
             found[name] = x
             continue

@@ -376,6 +376,9 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         ("glm4", ALL),
         ("glm4", ("query", "up")),
         ("glm4_moe", ("gate", "value")),
+        ("nemotron_h", ("query", "value", "out_gate", "step", "up")),
+        ("nemotron_h", ("key", "step")),
+        ("nemotron3", ("latent_in", "up", "query")),
     ],
 )
 def test_adapters_of_rows_of_a_tensor_are_those_that_are_merged(family, targets, tmp_path):
@@ -385,7 +388,9 @@ def test_adapters_of_rows_of_a_tensor_are_those_that_are_merged(family, targets,
     wanted |= {x.split(".")[-2] for x in described.get("target_parameters", ())}
     seen = set()
     for name in base:
-        key = "base_model.model." + name.removesuffix("weight")
+        # Files of Nemotron-H have another name for the model.
+        in_memory = name.replace("backbone.", "model.").removesuffix("weight")
+        key = f"base_model.model.{in_memory}"
         module = name.split(".")[-2]
         if f"{key}lora_A.weight" not in tensors:
             np.testing.assert_array_equal(base[name], merged[name], err_msg=name)
@@ -406,6 +411,13 @@ def test_adapters_of_rows_of_a_tensor_are_those_that_are_merged(family, targets,
     assert len(tensors) == 2 * len(adapted)
 
 
+def test_matrices_that_peft_refuses_are_exported_whole_alone(tmp_path):
+    with refused(
+        InputError, "got lora.targets with out, which is mixer.out_proj.weight", "--merge"
+    ):
+        pretrained.with_adapters("nemotron_h", ("query", "out"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
@@ -415,6 +427,8 @@ def test_adapters_of_rows_of_a_tensor_are_those_that_are_merged(family, targets,
         ("mixtral", ("expert_up", "expert_gate")),
         ("olmoe", ("expert_down",)),
         ("glm4_moe", EXPERTS),
+        ("nemotron3", ("expert_up",)),
+        ("nemotron3", ("expert_up", "expert_down")),
     ],
 )
 def test_adapters_of_experts_are_those_that_are_merged(family, targets, tmp_path):
@@ -422,23 +436,26 @@ def test_adapters_of_experts_are_those_that_are_merged(family, targets, tmp_path
     base, merged, tensors, described = pretrained.with_adapters(family, targets, tmp_path)
     fused = bool({"expert_up", "expert_gate"} & {*targets})
     down = "expert_down" in targets
-    parameters = {"gate_up_proj": fused, "down_proj": down}
-    wanted = [f"mlp.experts.{x}" for x in sorted(parameters) if parameters[x]]
+    first, module = "gate_up_proj", "mlp.experts"
+    if family == "nemotron3":
+        first, module = "up_proj", "mixer.experts"
+    parameters = {first: fused, "down_proj": down}
+    wanted = [f"{module}.{x}" for x in sorted(parameters) if parameters[x]]
     assert described["target_parameters"] == sorted(wanted)
     assert described["target_modules"] == ["q_proj"] * ("query" in targets)
     added = {x: merged[x].astype(np.float64) - base[x] for x in base}
     for layer in sorted({x.split(".")[2] for x in base if ".experts." in x}):
         for name, is_adapted in parameters.items():
-            key = f"layers.{layer}.mlp.experts."
+            key = f"layers.{layer}.{module}."
             delta = whole_of_experts(added, f"model.{key}", name, family)
             if not is_adapted:
                 np.testing.assert_array_equal(delta, 0)
                 continue
             key = f"base_model.model.model.{key}"
-            key += "base_layer." if down and name == "gate_up_proj" else ""
+            key += "base_layer." if down and name == first else ""
             a, b = (tensors.pop(f"{key}lora_{x}.weight") for x in "AB")
-            rank = described["rank_pattern"].get(f"mlp.experts.{name}", 2)
-            alpha = described["alpha_pattern"].get(f"mlp.experts.{name}", described["lora_alpha"])
+            rank = described["rank_pattern"].get(f"{module}.{name}", 2)
+            alpha = described["alpha_pattern"].get(f"{module}.{name}", described["lora_alpha"])
             a, b = a.reshape(len(delta), rank, -1), b.reshape(len(b), rank, len(delta))
             product = alpha / rank * np.einsum("ore,eri->eoi", b, a)
             np.testing.assert_allclose(delta, product, atol=1e-4)
@@ -451,8 +468,10 @@ def whole_of_experts(tensors, prefix, name, family):
         return tensors[prefix + name].swapaxes(1, 2)
     prefix = prefix.replace("mlp", "block_sparse_moe") if family == "mixtral" else prefix
     names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    names = names[2:] if name == "down_proj" else names[:2]
-    count = sum(x.startswith(prefix) for x in tensors) // 3
+    if family == "nemotron3":
+        prefix, names = prefix.replace("model.", "backbone."), names[1:]
+    count = sum(x.startswith(prefix) for x in tensors) // len(names)
+    names = names[-1:] if name == "down_proj" else names[:-1]
     rows = [
         np.concatenate([tensors[f"{prefix}{expert}.{x}.weight"] for x in names])
         for expert in range(count)

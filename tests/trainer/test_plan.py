@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -373,7 +374,6 @@ UNTIED = {key: value for key, value in QWEN.items() if key not in ("model_type",
 # Of published files, what the layers of these architectures have that the planner does not count.
 UNCOUNTED = {
     "zamba2": {"mamba_d_state": 64, "hybrid_layer_ids": [6, 12], "adapter_rank": 128},
-    "nemotron_h": {"hybrid_override_pattern": "M-M*-", "ssm_state_size": 128},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 2560},
     "lfm2": {"layer_types": ["conv"] * 30 + FULL * 6, "conv_L_cache": 3},
     "granitemoehybrid": {"mamba_n_heads": 48, "shared_intermediate_size": 4096},
@@ -442,6 +442,34 @@ def test_weights_of_further_architectures_are_those_of_published_models(
     windows = {"phi3": {2047}, "olmo3": {4096, None}, "cohere2": {4096, None}}
     assert {*model.layer_windows} == windows.get(kind, {None})
     assert model.layer_windows.count(None) in (0, model.layers // 4, model.layers)
+
+
+# As published, without the names of classes and ids of tokens.
+NEMOTRON3_NANO = {
+    **{"model_type": "nemotron_h", "hidden_size": 2688, "num_hidden_layers": 52},
+    **{"hybrid_override_pattern": "MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME"},
+    **{"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 131_072},
+    **{"intermediate_size": 1856, "moe_intermediate_size": 1856, "n_routed_experts": 128},
+    **{"moe_shared_expert_intermediate_size": 3712, "num_experts_per_tok": 6, "n_groups": 8},
+    **{"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "conv_kernel": 4},
+    **{"mlp_hidden_act": "relu2", "routed_scaling_factor": 2.5, "rope_theta": 10_000},
+    **{"partial_rotary_factor": 1.0, "norm_eps": 1e-5, "sliding_window": None, "expand": 2},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantization_config": {"bits": 4}}], ids=str)
+def test_weights_of_layers_of_one_part_are_those_of_nemotron_3(changes, tmp_path):
+    """31.6 billion, of which a token is multiplied with 3.2."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(NEMOTRON3_NANO | changes))
+    found = find_model(str(tmp_path))
+    model = found.sizes
+    assert model.elements == 31_577_940_288
+    assert model.matrices + model.width * model.outputs == pytest.approx(3.2e9, rel=0.01)
+    assert Counter(model.layer_pairs) == {
+        ("ssd", "none"): 23, ("none", "experts"): 23, ("attention", "none"): 6
+    }  # fmt: skip
+    assert bool(found.run) != bool(changes)
 
 
 def test_types_of_layers_that_are_not_counted_are_refused(tmp_path):

@@ -53,6 +53,7 @@ from trainer.gpt.pretrained.families.table import FAMILIES, family_of, to_values
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
 from trainer.gpt.pretrained.plain import plain
 from trainer.gpt.pretrained.tensors import places
+from trainer.gpt.pretrained.values import with_floats
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import Partition, path_name
@@ -324,7 +325,7 @@ def test_config_that_is_wrong_or_not_supported_is_refused(error, values, named):
 @pytest.mark.parametrize("folder", sorted(x.name for x in REFERENCES.iterdir()))
 def test_null_is_nothing_where_transformers_reads_it_so(folder):
     """A null that it reads as something else is refused: it is no default."""
-    values = text_values(read_object(REFERENCES / folder / "config.json"), folder)
+    values = with_floats(text_values(read_object(REFERENCES / folder / "config.json"), folder))
     family = FAMILIES[values["model_type"]]
     reader = transformers.CONFIG_MAPPING[values["model_type"]]
 
@@ -1309,6 +1310,7 @@ EXPERTS = {
     **{name: name for name in ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen3_next")},
     "qwen3_5_moe": "qwen3_5_moe_text",
     "glm4_moe": "glm4_moe",
+    "nemotron3": "nemotron_h",
 }
 
 
@@ -1322,7 +1324,7 @@ def test_a_config_of_experts_is_told_again(name):
     for change in (
         dict(scores=other_scores),
         dict(choice_bias=not model.experts.choice_bias),
-        dict(biases=not model.experts.biases),
+        *([dict(biases=not model.experts.biases)] if model.experts.is_gated else []),
         dict(shared_width=0, shared_gate=False)
         if model.experts.shared_width
         else dict(shared_width=3),

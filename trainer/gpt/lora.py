@@ -27,9 +27,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of PEFT before the names of a model."""
-_FUSED, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""Names of the matrices of all experts, parameters [experts, ...] in transformers from version 5
-on."""
 
 
 def peft_config(
@@ -106,10 +103,18 @@ def _adapted(
             weight = weights.get(f"{stack}/{path}")
             if weight is None or leaf != KERNEL or target not in targets:
                 continue
+            if name in FAMILIES[family].never_adapted:
+                raise InputError(
+                    f"Adapters that are exported by themselves must be of matrices that PEFT "
+                    f"adapts; got lora.targets with {target}, which is {name} in models of kind "
+                    f"{family}. Use --merge to export the whole model."
+                )
             if weight.of_experts:
-                parameters.setdefault(_DOWN if target == "expert_down" else _FUSED, set()).add(path)
+                before, down = _names_of_experts(model, family)
+                named = down if target == "expert_down" else before
+                parameters.setdefault(named, set()).add(path)
             elif path.startswith("mlp/") and "experts" in model.layer_feed_forwards:
-                parameters.setdefault(name.partition("mlp.")[2], set()).add(path)
+                parameters.setdefault(name.removeprefix("mlp."), set()).add(path)
             else:
                 modules.setdefault(name.split(".")[-2], set()).add(path)
     return modules, parameters
@@ -128,7 +133,8 @@ def peft_tensors(
         sizes = gpt_dims(model) | (recurrence.sizes if recurrence else {})
         for place, layer in enumerate(layers):
             for name, matrix in _of_experts(arrays, stack, place, model, family).items():
-                tensors[f"{PREFIX}model.layers.{layer}.mlp.experts.{name}"] = matrix.astype(dtype)
+                place_of_experts = f"{layer}.{FAMILIES[family].module_of_experts}"
+                tensors[f"{PREFIX}model.layers.{place_of_experts}.{name}"] = matrix.astype(dtype)
         names = dict.fromkeys(
             name
             for path, (name, _) in table.items()
@@ -158,6 +164,13 @@ def peft_tensors(
     return tensors
 
 
+def _names_of_experts(model: GPTConfig, family: str) -> tuple[str, str]:
+    """Names of the matrices of all experts, parameters [experts, ...] in transformers from version
+    5 on: of gates and projections up, and of projections down."""
+    module = FAMILIES[family].module_of_experts
+    return f"{module}.{'gate_' * model.experts.is_gated}up_proj", f"{module}.down_proj"
+
+
 def _of_experts(
     arrays: Mapping[str, Any], stack: str, place: int, model: GPTConfig, family: str
 ) -> dict[str, Shaped[np.ndarray, "rows columns"]]:
@@ -170,9 +183,10 @@ def _of_experts(
     tensors, down = {}, pair("down")
     hidden = model.experts.of_model(model).width
     # In gpt-oss, gates and projections up take turns.
-    turns = hidden if FAMILIES[family].takes_turns(_FUSED) else 1
+    turns = hidden if FAMILIES[family].takes_turns(_names_of_experts(model, family)[0]) else 1
     prefix = "" if down is None else "base_layer."
-    for before, pairs, groups in ((prefix, [pair("gate"), pair("up")], turns), ("", [down], 1)):
+    first = [pair(name) for name in (("gate", "up") if model.experts.is_gated else ("up",))]
+    for before, pairs, groups in ((prefix, first, turns), ("", [down], 1)):
         if any(pairs):
             joined = [
                 _joined([pair and [x[i] for x in pair] for pair in pairs], [hidden] * 2, groups)

@@ -31,6 +31,7 @@ from trainer.gpt.pretrained.values import (
     require,
     transformers_for,
     with_defaults,
+    with_floats,
 )
 from trainer.places import way_to
 
@@ -109,7 +110,7 @@ def read_description(folder: Path) -> Description:
 
 def describe(values: Mapping[str, Any], name: str) -> Description:
     """Reads the values of a config.json."""
-    values = text_values(values, name)
+    values = with_floats({**text_values(values, name)})
     model_type = values.get("model_type")
     if model_type is None and isinstance(values.get("model"), dict):
         run = str(Path(name).parent)
@@ -139,7 +140,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     model = replace(
         model,
         scores=_has_scores(values, family.architecture, name),
-        norm_eps=read.values["rms_norm_eps"],
+        norm_eps=read.values[family.epsilon],
         dtype="float32" if dtype in ("float32", "float64") else "bfloat16",
         **family.forward(read, values, model),
     )

@@ -31,6 +31,10 @@ def plain(model: GPTConfig) -> GPTConfig:
         norm_eps = None if linear.norm_eps == model.norm_eps else linear.norm_eps
         norms = None if linear.norms == model.norms else linear.norms
         model = replace(model, linear=replace(linear, norm_eps=norm_eps, norms=norms))
+    if "ssd" in model.mixers:
+        ssd = model.ssd.of_model(model)
+        norm_eps = None if ssd.norm_eps == model.norm_eps else ssd.norm_eps
+        model = replace(model, ssd=replace(ssd, norm_eps=norm_eps))
     rope = replace(rope, bases=pattern(_like_attention(model, model.layer_bases)))
     return replace(model, rope=rope, windows=pattern(_like_attention(model, model.layer_windows)))
 

@@ -24,7 +24,7 @@ from trainer.planner.models import ModelSizes
 
 TIES = "tie_word_embeddings"
 FURTHER = (
-    *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "glm4"),
+    *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm"),
     *("gpt_neox", "granite", "helium", "hunyuan_v1_dense", "ministral", "ministral3", "nemotron"),
     *("olmo", "persimmon", "phi", "phi3", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl"),
     *("qwen2_5_vl_text", "qwen3_vl_text", "stablelm", "starcoder2"),
@@ -94,7 +94,7 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
     model_type, refused = str(values.get("model_type")), None
     if of_images or model_type in FAMILIES:
         _check_experts(values, model_type, name)
-        _check_needed(values, _NEEDED, name)
+        _check_needed(values, FAMILIES[of_images or model_type].sizes_needed, name)
         try:
             model = describe(file if of_images else values, name).model
         except (InputError, UnsupportedError) as error:
@@ -159,10 +159,11 @@ def _of_others(
 def _read_sizes(values: Mapping[str, Any], model_type: str, name: str) -> ConfigValues:
     """The sizes of a model, with defaults of transformers for sizes that the file leaves out."""
     # Null means the default, but for windows, where it means none, and for the heads of keys.
+    keys = {*_SIZES, *(FAMILIES[model_type].keys if model_type in FAMILIES else ())}
     written = {
         key: value
         for key, value in values.items()
-        if key in _SIZES and (value is not None or key == "sliding_window")
+        if key in keys and (value is not None or key == "sliding_window")
     }
     if values.get("num_key_value_heads", 0) is None and "num_attention_heads" in written:
         written["num_key_value_heads"] = written["num_attention_heads"]

@@ -12,7 +12,6 @@ from dataclasses import replace
 from models.config import GPTConfig
 from models.periods import layers_of
 from startrail_jax.errors import InputError
-from trainer.gpt.pretrained.families.family import OF_MODEL
 from trainer.gpt.pretrained.families.table import FAMILIES
 from trainer.weights.places import Place, Share
 
@@ -21,12 +20,13 @@ def places(
     shapes: Mapping[str, tuple[int, ...]], model: GPTConfig, family: str
 ) -> Iterator[tuple[str, Place]]:
     """The place of every weight of a model."""
-    tables = FAMILIES[family].tables(model)
+    of_family = FAMILIES[family]
+    tables = of_family.tables(model)
 
     def place(path: str) -> Place:
         stack, _, weight = path.partition("/")
         if stack not in tables:
-            name, groups = OF_MODEL[path]
+            name, groups = of_family.of_model[path]
             return Place(tensors=(name,), stacked=False, shape=shapes[path], groups=groups)
         if weight not in tables[stack]:
             raise InputError(
@@ -35,7 +35,7 @@ def places(
             )
         name, groups = tables[stack][weight]
         names = [
-            f"model.layers.{layer}.{name}"
+            f"{of_family.prefix}layers.{layer}.{name}"
             for layer in layers_of(stack, model.layer_mixers, model.layer_feed_forwards)
         ]
         _, *shape = shapes[path]
@@ -60,12 +60,12 @@ def places(
         if not beside[1:]:
             yield path, place(path)
             continue
-        groups = FAMILIES[family].row_groups(tensor, model)
+        groups = of_family.row_groups(tensor, model)
         share = Share(
             index=beside.index(path),
             sizes=tuple(place(x).tensor_shape[0] // groups for x in beside),
             groups=groups,
-            columns=FAMILIES[family].takes_turns(tensor),
+            columns=of_family.takes_turns(tensor),
         )
         yield path, replace(place(path), share=share)
 

@@ -53,6 +53,18 @@ class ConfigValues:
         )
 
 
+def with_floats(value: Any) -> Any:
+    """Values in which transformers has written infinity as an object, `{"__float__": "Infinity"}`,
+    with a number in its place."""
+    if isinstance(value, list):
+        return [with_floats(x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {key: with_floats(x) for key, x in value.items()}
+
+
 def require(key: str, value: Any, supported: Sequence[Any], name: str) -> None:
     """Raises unless a value is supported; True is not 1."""
     if not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in supported):

@@ -28,6 +28,8 @@ DENSE = ("mlp_only_layers", "decoder_sparse_step")
 """Keys that say which layers have no experts."""
 LOSSES = (BALANCE, "output_router_logits")
 """Keys of the balancing loss, which transformers adds if the second one is set."""
+OPTIONAL = ("groups", "top_groups", "share_scale", "latent_width")
+"""Options of layers of experts that few families have."""
 TENSORS: Mapping[str, tuple[str, Groups]] = {
     "mlp/router": ("mlp.gate.weight", TRANSPOSED),
     "mlp/expert_gate/kernel": ("mlp.experts.{}.gate_proj.weight", TRANSPOSED),
@@ -62,7 +64,7 @@ class ExpertLayers:
         experts, feeds = model.experts, model.layer_feed_forwards
         same = ("activation", "biases", "shared_gate", "scores", "has_choice_bias")
         # Options that others than the family's config give have the values of most families.
-        same += tuple(x for x in ("groups", "top_groups", "share_scale") if x not in self.varied)
+        same += tuple(x for x in OPTIONAL if x not in self.varied)
         return (
             all(getattr(experts, name) == getattr(self.config, name) for name in same)
             and (experts.shared_width > 0) == (self.config.shared_width > 0)
@@ -127,11 +129,13 @@ class ExpertLayers:
                 continue
             layer, expert, which = of_one[1], int(of_one[2]), of_one[3]
             source = f"{layer}.down_proj" if which == "down" else f"{layer}.gate_up_proj"
+            if which == "up" and source not in tensors.shapes:  # Of experts without gates.
+                source = f"{layer}.up_proj"
             rows, columns = shapes[name]
-            count = 1 if which == "down" else 2
+            count = 2 if source.endswith("gate_up_proj") else 1
             shape = tensors.shapes.get(source, ())
             if shape[1:] == (count * rows, columns) and shape[0] > expert:
-                before = rows if which == "up" else 0
+                before = rows if count == 2 and which == "up" else 0
                 rows_of_expert = _OfExpert(tensors.slices[source], expert, before)
                 fused[name] = rows_of_expert, tensors.dtypes[source]
                 used.add(source)

@@ -104,8 +104,22 @@ class Family:
     predicting: str | None = None
     """The key of the number of layers behind the last that predict more tokens, which are left
     out."""
+    epsilon: str = "rms_norm_eps"
+    """The key of the number that norms add to the mean square."""
+    prefix: str = "model."
+    """Prefix of the names of the tensors of layers."""
+    of_model: Mapping[str, tuple[str, Groups]] = field(default_factory=lambda: OF_MODEL)
+    """Weight -> tensor, outside of the layers."""
+    sizes_needed: ClassVar[tuple[str, ...]] = ("hidden_size", "num_hidden_layers")
+    """Keys of a file without which the planner takes it for no model."""
+    module_of_experts: ClassVar[str] = "mlp.experts"
+    """Where the matrices of all experts of a layer are in transformers from version 5 on."""
+    never_adapted: ClassVar[tuple[str, ...]] = ()
+    """Tensors of layers that PEFT refuses to adapt, as kernels use them without their module."""
+    needs_experts: ClassVar[bool] = True
+    """True if every model of a family with experts has some."""
     mixers: ClassVar[tuple[str, ...]] = ("attention",)
-    layer_types: ClassVar[tuple[str, str]] = (FULL, SLIDING)
+    layer_types: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
     """Types of layers in transformers."""
 
     def fits(self, model: GPTConfig) -> bool:
@@ -124,15 +138,16 @@ class Family:
                 len(windows) == 1 or self.windows != "all_or_none",
                 {*model.layer_mixers} <= {*self.mixers},
                 self.rope.fits(model),
-                (self.experts is not None) == ("experts" in feeds),
-                self.experts is None or self.experts.fits(model, self.keys),
+                (self.experts is not None) == ("experts" in feeds) or not self.needs_experts,
+                "experts" not in feeds
+                or (self.experts is not None and self.experts.fits(model, self.keys)),
             )
         )
 
     def importable(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """The values of a file, without the values that become untrue when its tensors are
         imported."""
-        if self.predicting is None or self.predicting not in written:
+        if self.predicting is None or written.get(self.predicting) is None:
             return written
         return {**written, self.predicting: 0}
 
@@ -154,13 +169,12 @@ class Family:
         """The model with the options that change its weights or windows; `forward` has the
         others."""
         read = values.values
-        layers, heads, width = (
-            read[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-        )
+        heads, width = (read[key] for key in ("num_attention_heads", "hidden_size"))
+        layers = self.depth(values)
         head_dim, options = values.number("head_dim"), self.layers(values)
         options |= {name: bool(read[key]) for key, name in self.switches.items()}
         mlp_width: Any = read.get("intermediate_size")
-        if self.experts is not None:
+        if self.experts is not None and self.has_experts(values):
             options |= self.experts.read(values, self.keys, layers)
             mlp_width = mlp_width or options["experts"].width
         return GPTConfig(
@@ -175,6 +189,15 @@ class Family:
             **self.options,
             **options,
         )
+
+    def depth(self, values: ConfigValues) -> int:
+        """The number of layers."""
+        return values.number("num_hidden_layers")
+
+    def has_experts(self, values: ConfigValues) -> bool:
+        """Whether the model of a file has layers of experts."""
+        del values
+        return self.experts is not None
 
     def layers(self, values: ConfigValues) -> dict[str, Any]:
         """The options of a model in which its layers differ."""
@@ -212,7 +235,7 @@ class Family:
     ) -> dict[str, Any]:
         """The values of a config.json from which `model` and `forward` make the model again."""
         layers = self.layer_values(model)
-        if self.experts is not None:
+        if self.experts is not None and "experts" in model.layer_feed_forwards:
             layers |= self.experts.values(model)
         return {
             "architectures": [self.architecture],
@@ -225,7 +248,7 @@ class Family:
             "num_key_value_heads": model.kv_heads,
             "head_dim": model.head_dim,
             "intermediate_size": model.mlp_width,
-            "rms_norm_eps": model.norm_eps,
+            self.epsilon: model.norm_eps,
             "tie_word_embeddings": model.tied_head,
             "max_position_embeddings": rope_length(model.rope, length),
             "bos_token_id": None,

@@ -27,6 +27,7 @@ from trainer.gpt.pretrained.families.glm import GLM4, GLM4_MOE
 from trainer.gpt.pretrained.families.gpt_oss import GPT_OSS
 from trainer.gpt.pretrained.families.llama import LLAMA
 from trainer.gpt.pretrained.families.mixtral import MIXTRAL
+from trainer.gpt.pretrained.families.nemotron import NEMOTRON_H
 from trainer.gpt.pretrained.families.olmo import OLMO, OLMO_HYBRID, OLMOE
 from trainer.gpt.pretrained.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from trainer.gpt.pretrained.families.smollm3 import SMOLLM3
@@ -73,6 +74,7 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": OLMO_HYBRID,
     "glm4": GLM4,
     "glm4_moe": GLM4_MOE,
+    "nemotron_h": NEMOTRON_H,
 }
 MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
@@ -91,6 +93,7 @@ SCORING: dict[str, str | None] = {
     "gemma3_text": "Gemma3TextForSequenceClassification",
     "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
     **dict.fromkeys(("olmoe", "qwen3_5_moe_text", "olmo_hybrid", "glm4_moe")),
+    "nemotron_h": None,
 }
 """`model_type` -> the class of transformers that gives sequences scores, if its name is not that of
 the family with another ending; None where there is none."""
