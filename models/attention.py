@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from models.config import GPTConfig
@@ -24,6 +25,7 @@ from models.layers import (
 )
 from models.parts import attention
 from models.rope import rotate
+from models.weights import Weight
 from startrail_jax.xla.ordering import compute_first
 
 CachedAttentionFn = Callable[..., tuple[Float[Array, "B T N H"], Any]]
@@ -41,7 +43,8 @@ class GPTAttention(nnx.Module):
 
     query: nnx.LinearGeneral
     key: nnx.LinearGeneral
-    value: nnx.LinearGeneral
+    value: nnx.LinearGeneral | None = None
+    """None if the projection to keys also makes the values."""
     out: nnx.LinearGeneral
     # No biases of `nnx.LinearGeneral`, which would look for all heads on a device that has some of
     # them.
@@ -66,10 +69,16 @@ class GPTAttention(nnx.Module):
         self.attention_fn = attention_fn
         self.gated, self.interleaved = config.attention_gate, config.rope.interleaved
         make_norm = MakeNorm(config.norm_eps, config.norm_offset, hooks.mean_over_tensor)
-        weights, sizes = attention.weights(config), attention.sizes(config)
+        self.value_epsilon = config.norm_eps if config.value_norm else None
+        weights, sizes = self._declared(config)
         sizes |= {"width": config.width}
         options: dict[str, Any] = dict(dtype=config.dtype, out_gain=out_gain, rngs=rngs)
         give_weights(self, weights, sizes, make_norm=make_norm, **options)
+
+    @staticmethod
+    def _declared(config: GPTConfig) -> tuple[dict[str, Weight], dict[str, int]]:
+        """The weights of a layer, and the sizes of their dimensions."""
+        return attention.weights(config), attention.sizes(config)
 
     def __call__(
         self,
@@ -85,15 +94,17 @@ class GPTAttention(nnx.Module):
             query, gate = jnp.split(query, 2, axis=-1)
         query = self._normalised_and_rotated(query, self.query_norm, rotation)
         query, x = compute_first(query, x)
-        key = biased(projected(self.key(x)), self.key_bias)
+        value = key = biased(projected(self.key(x)), self.key_bias)
         key = self._normalised_and_rotated(key, self.key_norm, rotation)
+        if self.value is not None:
+            value = biased(projected(self.value(x)), self.value_bias)
+        if self.value_epsilon is not None:
+            value = _normalised(value, self.value_epsilon)
         # In the words of `jax.nn.dot_product_attention`; only what a layer has is asked for.
         options: dict[str, Any] = {} if window is None else {"local_window_size": (window - 1, 0)}
         if self.sinks is not None:
             options["sinks"] = self.sinks[...]
-        out, kv_cache = attend(
-            query, key, biased(projected(self.value(x)), self.value_bias), **options
-        )
+        out, kv_cache = attend(query, key, value, **options)
         if gate is not None:
             opened = out.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
             out = opened.astype(out.dtype)
@@ -115,3 +126,18 @@ class GPTAttention(nnx.Module):
         if rotation is not None:
             out = rotate(out, rotation, interleaved=self.interleaved)
         return out.astype(x.dtype)
+
+
+class GlobalAttention(GPTAttention):
+    """Attention with the sizes of `GPTConfig.global_attention`."""
+
+    @staticmethod
+    def _declared(config: GPTConfig) -> tuple[dict[str, Weight], dict[str, int]]:
+        return attention.global_weights(config), attention.global_sizes(config)
+
+
+def _normalised(x: Float[Array, "B T heads H"], epsilon: float) -> Float[Array, "B T heads H"]:
+    """RMSNorm of each head, without a scale."""
+    precise = x.astype(jnp.float32)
+    mean_square = jnp.mean(precise * precise, axis=-1, keepdims=True)
+    return (precise * lax.rsqrt(mean_square + epsilon)).astype(x.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from models.checks import check_minimum, check_range
+from models.parts.attention import ATTENTIONS, GlobalConfig
 from models.parts.experts import ExpertsConfig
 from models.parts.gated_delta import LinearConfig
 from models.parts.ssd import SSDConfig
@@ -146,6 +147,8 @@ class GPTConfig:
     """Cap of the logits of the next token, by the same formula. The default is none."""
     scale_dim: int | None = None
     """The logits of attention are scaled by scale_dim ** -0.5. The default is `head_dim`."""
+    value_norm: bool = False
+    """True if the values of each head are normalised, by a norm without a scale, as in Gemma 4."""
     norms: Norms = "before"
     """Place of the norms of a block: the inputs of attention and MLP ("before"), their outputs, as
     in OLMo 2 ("after"), or both, as in Gemma 2."""
@@ -153,13 +156,21 @@ class GPTConfig:
     """True if norms multiply by 1 + their scale, as in Gemma."""
     norm_eps: float = 1e-6
     """Number that norms add to the mean square."""
+    layer_scalar: bool = False
+    """True if the output of each layer is multiplied by a number of its own, as in Gemma 4. A
+    pretrained model brings the numbers, and training leaves them as they are."""
     attention_gate: bool = False
     """True if a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
     Qwen3.5."""
-    mixers: tuple[Literal["attention", "linear", "ssd", "none"], ...] = ("attention",)
+    mixers: tuple[
+        Literal["attention", "global_attention", "linear", "ssd", "none"], ...
+    ] = ("attention",)
     """Mixer of each layer, which combines tokens: the list repeats. `linear linear linear
     attention` is three layers of linear attention and one of attention, repeated, as in Qwen3.5;
-    `none` is a layer of a feed-forward alone, as in Nemotron-H."""
+    `none` is a layer of a feed-forward alone, as in Nemotron-H. `global_attention` is attention
+    with other sizes, and without a window."""
+    global_attention: GlobalConfig = field(default_factory=GlobalConfig)
+    """Layers of "global_attention"."""
     linear: LinearConfig = field(default_factory=LinearConfig)
     """Layers of linear attention."""
     ssd: SSDConfig = field(default_factory=SSDConfig)
@@ -230,6 +241,12 @@ class GPTConfig:
                 f"{pairs.index(('none', 'none'))}, of mixers={self.mixers}, "
                 f"feed_forwards={self.feed_forwards}. Change one of them."
             )
+        pairs = zip(self.layer_mixers, self.layer_windows, strict=True)
+        if any(mixer == "global_attention" and window is not None for mixer, window in pairs):
+            raise InputError(
+                "model.windows must be `none` for layers of global_attention; got "
+                f"windows={self.windows}, mixers={self.mixers}. Give each its own entry."
+            )
         channels = self.rope.channels
         if channels is not None and (channels % 2 or not 2 <= channels <= self.head_dim):
             raise InputError(
@@ -241,6 +258,7 @@ class GPTConfig:
                 "model.qk_norm_over='heads' needs norms of queries and keys; got qk_norm=False. "
                 "Use --model.qk-norm, or leave it out."
             )
+        self.global_attention.check(self)
         self.linear.check(self)
         self.ssd.check(self)
         self.experts.check(self)
@@ -282,7 +300,7 @@ class GPTConfig:
     def of_attention(self, entries: tuple[Any, ...]) -> tuple[Any, ...]:
         """The entries for layers with attention, from a list with an entry for each layer."""
         pairs = zip(self.layer_mixers, entries, strict=True)
-        return tuple(entry for mixer, entry in pairs if mixer == "attention")
+        return tuple(entry for mixer, entry in pairs if mixer in ATTENTIONS)
 
     @property
     def has_one_window(self) -> bool:

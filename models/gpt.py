@@ -144,6 +144,7 @@ class GPT(nnx.Module):
                 norms=MIXERS[mixer].norms(config),
                 dtype=dtype,
                 hooks=self.hooks,
+                layer_scalar=config.layer_scalar,
                 rngs=rngs,
             )
 
@@ -391,7 +392,10 @@ class GPT(nnx.Module):
 
 class GPTBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), or one of them; their outputs may be
-    normalised as well, or instead of their inputs."""
+    normalised as well, or instead of their inputs, and the sum multiplied by a number that no
+    gradient reaches."""
+
+    layer_scalar: nnx.Param | None = None
 
     def __init__(
         self,
@@ -403,9 +407,12 @@ class GPTBlock(nnx.Module):
         norms: Norms,
         dtype: Any,
         hooks: Hooks,
+        layer_scalar: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         self.hooks = hooks
+        if layer_scalar:
+            self.layer_scalar = nnx.Param(jnp.ones(1))
         self.attention = attention
         self.mlp = mlp
         self.dtype = jnp.dtype(dtype)
@@ -444,6 +451,9 @@ class GPTBlock(nnx.Module):
         if self.mlp is not None:
             out, route = self._feed_forward(self.mlp, x, token_weights, experts)
             x = x + out
+        if self.layer_scalar is not None:
+            (scalar,) = lax.stop_gradient(self.layer_scalar[...])
+            x = (x.astype(jnp.float32) * scalar).astype(x.dtype)
         return x, kv_cache, route
 
     def _feed_forward(

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from models.parts.attention import ATTENTIONS
 from models.parts.gpt import stack_name
 from models.patterns import loops_of
 from models.rope import Rope
@@ -125,7 +126,7 @@ def kinds_of_layers(
     def kind(i: int) -> Kind:
         mixer = mixers[i % len(mixers)]
         stack = stack_name(mixer, feed_forwards[i % len(feed_forwards)])
-        if mixer != "attention":
+        if mixer not in ATTENTIONS:
             return Kind(stack)
         return Kind(stack, windows[i % len(windows)], ropes[i % len(ropes)])
 

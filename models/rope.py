@@ -46,6 +46,8 @@ class Rope:
     whole factor stretches it. None for (4, 1) with "llama3" and (32, 1) with "yarn"."""
     truncate: bool = True
     """True if "yarn" begins and ends its blend at whole pairs."""
+    pairs: int | None = None
+    """Channel pairs that turn, the first ones; None for all."""
     attention_factor: float | None = None
     """Factor of rotated queries and keys; None for the factor of the papers: see `magnitude`."""
 
@@ -62,7 +64,8 @@ class Rope:
             )
 
     def frequencies(self) -> Float64[np.ndarray, " half"]:
-        """Radians per token of each channel pair: base^(-i / half), stretched."""
+        """Radians per token of each channel pair: base^(-i / half), stretched; 0 for a pair that
+        does not turn."""
         half = self.head_dim // 2
         pairs = np.arange(half)
         base = self.base
@@ -86,7 +89,8 @@ class Rope:
             first, last = max(first, 0), min(last, self.head_dim - 1)
             stretched = np.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
         blend = (1 - stretched) + stretched / self.factor
-        return frequencies * blend
+        turning = pairs < (half if self.pairs is None else self.pairs)
+        return np.where(turning, frequencies * blend, 0.0)
 
     @property
     def _original_length(self) -> int:
@@ -154,11 +158,16 @@ def ropes_of(config: GPTConfig) -> tuple[Rope | None, ...]:
     of_all = ("bases", "stretches", "channels", "interleaved")
     scaling = {name: value for name, value in vars(config.rope).items() if name not in of_all}
 
-    def rope(base: float | None, window: int | None) -> Rope | None:
+    own = config.global_attention.of_model(config)
+
+    def rope(base: float | None, window: int | None, mixer: str) -> Rope | None:
         if base is None:
             return None
         stretched = config.rope.stretches == "all" or window is None
-        channels = config.rope.channels or config.head_dim
-        return Rope(head_dim=channels, base=base, **scaling if stretched else {})
+        head_dim, pairs = config.head_dim, None
+        if mixer == "global_attention":
+            head_dim, pairs = own.head_dim, own.rotary_pairs
+        channels = config.rope.channels or head_dim
+        return Rope(head_dim=channels, base=base, pairs=pairs, **scaling if stretched else {})
 
-    return tuple(map(rope, config.layer_bases, config.layer_windows))
+    return tuple(map(rope, config.layer_bases, config.layer_windows, config.layer_mixers))

@@ -30,6 +30,7 @@ ADAPTERS = ("lora_a", "lora_b")
 OVER_TENSOR: Mapping[str, tuple[str, ...]] = {
     "heads": (),
     "kv_heads": ("tensor", "head"),
+    "global_kv_heads": ("tensor", "head"),
     "key_heads": ("tensor",),
     "value_heads": (),
     "mlp": (),

@@ -730,7 +730,9 @@ class TrainConfig:
         """What an attention of the model is called with, in the words of
         `startrail_jax.communication`; its default degrees and order follow from that. Where layers
         have windows, which leave out rounds of a ring or a ring as a whole, also `seq_len`,
-        `exchange`, and `windows`: how many layers have each window, None for all earlier tokens."""
+        `exchange`, and `windows`: how many layers have each window, None for all earlier tokens.
+        Where layers differ in their heads, `kinds` has what the layers of each kind have in place
+        of that."""
         names = ("heads", "kv_heads", "head_dim", "dtype")
         layout = self.attention_of_model.get("layout")
         sizes = {name: getattr(self.model, name) for name in names}

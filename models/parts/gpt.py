@@ -42,6 +42,12 @@ MIXERS = {
         weights=attention.weights,
         sizes=attention.sizes,
     ),
+    "global_attention": Mixer(
+        prefix="global_",
+        module="models.attention:GlobalAttention",
+        weights=attention.global_weights,
+        sizes=attention.global_sizes,
+    ),
     "linear": Mixer(
         prefix="linear_",
         module="models.gated_delta:GatedDeltaNet",
@@ -94,7 +100,9 @@ def gpt_weights(config: GPTConfig) -> dict[str, Weight]:
         added = [name for name, part in parts.items() if part != "none"]
         names = [f"{x}_norm" for x in added if norms != "after"]
         names += [f"{x}_out_norm" for x in added if norms != "before"]
-        declared |= stacked(stack, layer | {f"{name}/scale": scale("width") for name in names})
+        layer |= {f"{name}/scale": scale("width") for name in names}
+        layer |= {"layer_scalar": scale("scalar")} if config.layer_scalar else {}
+        declared |= stacked(stack, layer)
     declared["norm/scale"] = scale("width")
     if config.head != "embedding":
         outputs = "scores" if config.scores else "vocab"
@@ -107,6 +115,7 @@ def gpt_dims(config: GPTConfig) -> dict[str, int]:
     `Recurrence` has its own sizes."""
     sizes = {"width": config.width, "vocab": config.vocab_size}
     sizes |= {"scores": 1} if config.scores else {}
+    sizes |= {"scalar": 1} if config.layer_scalar else {}
     for mixer, feed_forward in stack_pairs(config).values():
         sizes |= MIXERS[mixer].sizes(config) | FEED_FORWARDS[feed_forward].sizes(config)
     return sizes

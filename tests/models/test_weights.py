@@ -93,7 +93,8 @@ def test_text_is_read_as_names():
         ("experts",), ("expert_mlp",), ("width",)
     )
     assert weight("heads head_dim").dims == ("heads", "head_dim")
-    assert {x: len(y) for x, y in OVER_TENSOR.items() if y} == {"kv_heads": 2, "key_heads": 1}
+    copied = {"kv_heads": 2, "global_kv_heads": 2, "key_heads": 1}
+    assert {x: len(y) for x, y in OVER_TENSOR.items() if y} == copied
 
 
 def test_weights_that_are_not_declared_are_refused(monkeypatch):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from models.checks import check_minimum, check_range
 from models.config import GPTConfig
+from models.parts.attention import Keys, keys_of
 from models.parts.gpt import gpt_weights
 from models.weights import projections
 from startrail_jax.errors import InputError
@@ -464,10 +466,29 @@ class GPTTrainConfig(TrainConfig):
     @property
     def attention_call(self) -> dict[str, Any]:
         windows = Counter(self.model.of_attention(self.layer_windows))
+        keys = keys_of(self.model)
+        if len(keys) > 1:
+            return super().attention_call | self._calls_by_mixer(keys)
         if all(window is None or window >= self.seq_len for window in windows):
             return super().attention_call
         own = {"windows": dict(windows), "exchange": self.attention.exchange}
         return super().attention_call | {"seq_len": self.seq_len} | own
+
+    def _calls_by_mixer(self, keys: Mapping[str, Keys]) -> dict[str, Any]:
+        """`attention_call` of layers with different heads. Degrees that fit the greatest common
+        divisor of their key heads are looked at."""
+        pairs = [*zip(self.model.layer_mixers, self.layer_windows, strict=True)]
+        kinds = tuple(
+            {
+                "kv_heads": own.heads,
+                "head_dim": own.head_dim,
+                "windows": dict(Counter(window for name, window in pairs if name == mixer)),
+            }
+            for mixer, own in keys.items()
+        )
+        heads = math.gcd(*(own.heads for own in keys.values()))
+        own: dict[str, Any] = {"seq_len": self.seq_len, "exchange": self.attention.exchange}
+        return own | {"kv_heads": heads, "windows": {None: 1}, "kinds": kinds}
 
 
 def attention_of(model: GPTConfig) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, Integer, UInt32
 
 from models.gpt import GPT
+from models.parts.attention import Keys, keys_of
 from models.parts.gpt import gpt_weights, recurrences_of, stack_pairs
 from models.parts.recurrence import Recurrence
 from models.periods import layers_of
@@ -48,7 +49,8 @@ class Generator:
         each layer gathers its weights for every token; at 1 and 2, all are gathered once."""
         mesh: Any = attention.mesh
         model = config.model
-        check_heads(attention.degrees, model.heads, model.kv_heads)
+        for keys in keys_of(model).values():
+            check_heads(attention.degrees, model.heads, keys.heads)
         self.attention = attention
         self.sampling = sampling
         self._config = model
@@ -204,6 +206,12 @@ class Generator:
         with_mixer = {stack: mixer for stack, (mixer, _) in pairs.items() if mixer != "none"}
         return {stack: by_mixer.get(mixer) for stack, mixer in with_mixer.items()}
 
+    @cached_property
+    def _keys(self) -> dict[str, Keys]:
+        """The keys of the layers of each stack with attention."""
+        by_mixer, pairs = keys_of(self._config), stack_pairs(self._config)
+        return {stack: by_mixer[mixer] for stack, (mixer, _) in pairs.items() if mixer in by_mixer}
+
     # What one device does.
 
     def _local_prefill(
@@ -214,11 +222,10 @@ class Generator:
         lengths: Int32[Array, " b"],
         seed: UInt32[Array, ""],
     ) -> tuple[Int32[Array, " B"], Any]:
-        copies = self.attention.key_copies(self._config.kv_heads)
         segment_ids = jnp.where(positions < lengths[:, None], 0, -1)
 
         def attend(
-            kv_cache: Any, layer: Array, *arrays: Array, **options: Any
+            copies: int, kv_cache: Any, layer: Array, *arrays: Array, **options: Any
         ) -> tuple[Array, Any]:
             new = (x[:, :, ::copies] for x in arrays[1:])
             return self._model.attend(*arrays, **options), _written(kv_cache, new, layer)
@@ -252,9 +259,9 @@ class Generator:
         seed: UInt32[Array, ""],
     ) -> tuple[Int32[Array, " B"], Any]:
         at = positions[:, None]
-        copies = self.attention.key_copies(self._config.kv_heads)
 
         def attend(
+            copies: int,
             kv_cache: Any,
             layer: Array,
             query: Array,
@@ -317,14 +324,15 @@ class Generator:
         """The caches of a device: keys and values of its tokens and the key heads that it needs,
         and states of its heads."""
         config, degrees = self._config, self.attention.degrees
-        heads = config.kv_heads // degrees.tensor
-        if config.kv_heads % degrees.tensor:
-            heads = degrees.head // self.attention.key_copies(config.kv_heads)
 
-        def shapes(recurrence: Recurrence | None) -> tuple[Any, Any]:
+        def shapes(stack: str, recurrence: Recurrence | None) -> tuple[Any, Any]:
             if recurrence is None:
-                keys = (rows, slots, heads, config.head_dim), config.dtype
-                return keys, keys
+                keys = self._keys[stack]
+                heads = keys.heads // degrees.tensor
+                if keys.heads % degrees.tensor:
+                    heads = degrees.head // self.attention.key_copies(keys.heads)
+                array = (rows, slots, heads, keys.head_dim), config.dtype
+                return array, array
             on_device = recurrence.on_device(degrees.tensor)
             states, tail = (1, *on_device.state_shape(rows)), (1, *on_device.tail_shape(rows))
             return (states, jnp.float32), (tail, config.dtype)
@@ -334,17 +342,20 @@ class Generator:
             return self._varying(jnp.zeros((len(layers), *shape), dtype))
 
         return {
-            stack: tuple(empty(stack, *x) for x in shapes(recurrence))
+            stack: tuple(empty(stack, *x) for x in shapes(stack, recurrence))
             for stack, recurrence in self._recurrences.items()
         }
 
     def _by_stack(self, attend: Any, mix: Any) -> dict[str, Any]:
-        """The function that the layers of each stack call: `attend`, or `mix` with their
-        recurrence."""
-        return {
-            stack: attend if recurrence is None else partial(mix, recurrence)
-            for stack, recurrence in self._recurrences.items()
-        }
+        """The function that the layers of each stack call: `attend` with the copies of their key
+        heads, or `mix` with their recurrence."""
+
+        def of_stack(stack: str, recurrence: Recurrence | None) -> Any:
+            if recurrence is not None:
+                return partial(mix, recurrence)
+            return partial(attend, self.attention.key_copies(self._keys[stack].heads))
+
+        return {stack: of_stack(stack, x) for stack, x in self._recurrences.items()}
 
     def _copied(self, *arrays: Array) -> list[Array]:
         """Arrays that all devices along the sequence have, as each one's own."""

@@ -88,7 +88,14 @@ def _narrow(model: GPTConfig, channels: int, *, least_words: int, keeps: bool) -
     dim = fewer(model.head_dim)
     if dim < model.head_dim and rope.channels is not None:
         rope = replace(rope, channels=max(2, rope.channels * dim // model.head_dim // 2 * 2))
-    linear, ssd = model.linear, model.ssd
+    linear, ssd, own = model.linear, model.ssd, model.global_attention
+    if "global_attention" in model.layer_mixers:
+        whole = own.head_dim or model.head_dim
+        own = replace(own, head_dim=fewer(whole))
+        if own.rotary_pairs is not None:
+            pairs = own.rotary_pairs * fewer(whole) // whole
+            most = (rope.channels or fewer(whole)) // 2
+            own = replace(own, rotary_pairs=min(max(1, pairs), most))
     if "linear" in model.layer_mixers:
         key_dim = linear.key_dim or model.head_dim
         value_dim = fewer(linear.value_dim or key_dim)
@@ -108,6 +115,7 @@ def _narrow(model: GPTConfig, channels: int, *, least_words: int, keeps: bool) -
         rope=rope,
         linear=linear,
         ssd=ssd,
+        global_attention=own,
         experts=experts,
         head_dim=dim,
     )

@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from models.config import GPTConfig
+from models.parts.attention import keys_of
 from models.parts.gpt import recurrences_of
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import Degrees
@@ -65,9 +66,10 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
             f"gradient_accumulation={config.gradient_accumulation}. Use --batch-size "
             f"{-(-config.batch_size // parts) * parts}."
         )
-    check_heads(degrees, config.model.heads, config.model.kv_heads)
-    kv_heads = config.model.kv_heads // (degrees.head * degrees.tensor)
-    check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
+    for heads in kv_heads_of(config.model):
+        check_heads(degrees, config.model.heads, heads)
+        kv_heads = heads // (degrees.head * degrees.tensor)
+        check_head_chunks(config.attention.head_chunks, max(kv_heads, 1))
     check_linear(degrees.tensor, config)
     if config.zero and partition.replicas and not partition.zero:
         raise InputError(
@@ -75,6 +77,13 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
             f"zero_axes={config.zero_axes} on a mesh with {degrees}. "
             f"Use --zero-axes {' '.join(partition.replicas)}."
         )
+
+
+def kv_heads_of(model: Any) -> tuple[int, ...]:
+    """The numbers of key heads of the layers of a model."""
+    if not isinstance(model, GPTConfig):
+        return (model.kv_heads,)
+    return tuple({keys.heads: None for keys in keys_of(model).values()})
 
 
 def check_linear(tensor: int, config: TrainConfig) -> None:

@@ -127,6 +127,9 @@ def algorithms(platform: str | None) -> Mapping[str, Algorithm]:
 
 def transfers(degrees: Degrees, call: Mapping[str, Any]) -> tuple[Transfer, ...]:
     """What a device receives in attention: in one layer, or in all of them where they differ."""
+    if kinds := call.get("kinds"):
+        same = {name: x for name, x in call.items() if name != "kinds"}
+        return tuple(sent for kind in kinds for sent in transfers(degrees, {**same, **kind}))
     options = {"batch": degrees.data, "seq_len": 2 * degrees.sequence, **call}
     windows = options.pop("windows", None)
     if windows is None:

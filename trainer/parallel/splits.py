@@ -24,6 +24,7 @@ from startrail_jax.traffic.settings import legal_degrees
 from trainer.config import TrainConfig
 from trainer.data.parts import DeviceSplit, Parts
 from trainer.objective import Objective
+from trainer.parallel.checks import kv_heads_of
 from trainer.parallel.degrees import algorithms, transfers
 
 
@@ -84,10 +85,11 @@ def check_parts(config: TrainConfig, degrees: Degrees) -> None:
             f"sizes; got inner={config.attention.inner} with data.batches='documents'. Leave one "
             "of them out."
         )
-    if config.model.kv_heads % degrees.tensor:
+    shared = [heads for heads in kv_heads_of(config.model) if heads % degrees.tensor]
+    if shared:
         raise InputError(
             "With data.batches='documents', mesh.tensor must divide the key heads; got "
-            f"tensor={degrees.tensor}, kv_heads={config.model.kv_heads}. Use a smaller "
+            f"tensor={degrees.tensor}, kv_heads={shared[0]}. Use a smaller "
             "--mesh.tensor, or --data.batches rows."
         )
 
@@ -107,16 +109,20 @@ def _places(attention: Attention, names: Sequence[str]) -> tuple[tuple[int, int]
 
 def _degrees(nodes: np.ndarray, seq_len: int, config: TrainConfig, attention: Attention) -> Degrees:
     """The degrees of a split with the fewest bytes, among the degrees that the heads allow."""
-    model, chunks, tensor = config.model, config.attention.head_chunks, attention.degrees.tensor
+    chunks, tensor = config.attention.head_chunks, attention.degrees.tensor
+    heads = kv_heads_of(config.model)
     # Rows whose devices lie alike on nodes send alike.
     places = {tuple(np.unique(row, return_inverse=True)[1].tolist()) for row in nodes}
     divided = algorithms(device_kind(attention.mesh)[0])
     call = {**config.attention_call, "seq_len": seq_len}
     sizes = {name: call[name] for name in ("heads", "kv_heads", "causal", "layout", "seq_len")}
+    options: Any = {"given": {"tensor": tensor}, "batch": 1, **sizes}
+    legal = [legal_degrees(nodes.shape[1], **{**options, "kv_heads": x}) for x in heads]
     settings = [
         degrees
-        for degrees in legal_degrees(nodes.shape[1], given={"tensor": tensor}, batch=1, **sizes)
-        if max(model.kv_heads // (degrees.head * degrees.tensor), 1) % chunks == 0
+        for degrees in legal[0]
+        if all(degrees in others for others in legal[1:])
+        and all(max(x // (degrees.head * degrees.tensor), 1) % chunks == 0 for x in heads)
     ]
 
     def received(degrees: Degrees) -> tuple[int, int, bool, int]:

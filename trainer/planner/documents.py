@@ -9,6 +9,7 @@ the busiest replica has to do. Of a row, all devices count with the same work.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -201,7 +202,7 @@ def forecast(found: Candidates, sizes: DocumentSizes, fill: float = 1.0) -> Docu
     """The mesh on which whole documents, none of them longer than a row, are predicted to be the
     fastest; None if no setting of rows fits the memory and has key heads for all shards of
     `tensor`, as documents need."""
-    kv_heads = found.call.model.kv_heads
+    kv_heads = math.gcd(*(x.kv_heads for x in found.call.model.attentions.values()))
     ours = ~found.mask(lambda s: s.published | (kv_heads % s.tensor > 0))
     counts = sorted({int(n) for step, _ in found.kinds for n in step.settings.sequence})
     meshes = [

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,17 @@ class Call:
         """FLOPs of a training step, as `ModelSizes.flops_per_token` counts them."""
         model, length = self.model, self.seq_len
         # Forward and backward, a visible pair takes 12 FLOPs for each channel of the queries.
-        hidden = (1 - self.visible.get(1, 1.0)) * (length + 1) / 2 * self.windows.get(None, 0)
-        attention = 12 * model.heads * model.head_dim * hidden
+        hidden = (1 - self.visible.get(1, 1.0)) * (length + 1) / 2
+        attention = sum(
+            12 * x.model.heads * x.model.head_dim * hidden * x.windows.get(None, 0)
+            for x in self.attentions
+        )
         return (model.flops_per_token(length) - attention) * length * self.batch
+
+    @property
+    def attentions(self) -> tuple[Call, ...]:
+        """The call for each of `ModelSizes.attentions`."""
+        return tuple(replace(self, model=x) for x in self.model.attentions.values())
 
     @property
     def causal(self) -> bool:
@@ -166,7 +174,8 @@ def _legal_degrees(num_gpus: int, call: Call, given: dict[str, int]) -> dict[str
     parts, shards = head * tensor, group * ring * team * head
     legal = call.padded(shards) // shards % tensor == 0
     legal &= (call.batch % data == 0) & (model.heads % parts == 0)
-    legal &= (model.kv_heads % parts == 0) | (parts % model.kv_heads == 0)
+    for x in model.attentions.values():
+        legal &= (x.kv_heads % parts == 0) | (parts % x.kv_heads == 0)
     for sizes in (model.sizes, *(x.sizes for x in model.recurrences.values())):
         for name in OVER_TENSOR.keys() & sizes.keys():
             if size := sizes[name]:

@@ -226,13 +226,9 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
         copied = saved.size * (sizes.turn_layers - 1) // sizes.model.layers
         yield Part(name="saved by layers of a turn", size=copied, exact=False, phase=LAYER)
     yield from _gathered_and_summed(sizes)
-    attention = np.maximum(
-        sizes.in_rings * _of_chunks(sizes, _attention_bytes(sizes)),
-        sizes.has_sparse * _sparse_attention_bytes(sizes),
+    attention = functools.reduce(
+        np.maximum, map(_backward_bytes, _by_mixer(sizes).values()), np.int64(0)
     )
-    if sizes.model.qk_norm:
-        # What the norms took: the query as it was projected, and the key in float32.
-        attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.model.itemsize / 2)
     for recurrence in sizes.model.recurrences.values():
         # What its backward pass works on, and its inputs and gradients.
         backward_bytes = _of_recurrence(sizes, recurrence, "backward_bytes")
@@ -243,12 +239,36 @@ def _parts(sizes: StepSizes) -> Iterator[Part]:
     yield Part(name="attention or MLP", size=inner, exact=False, phase=LAYER)
     yield Part(name="outputs and loss", size=_loss_bytes(sizes), exact=False, phase=LOSS)
     if sizes.zero in (1, 2):
-        attention = np.maximum(
-            sizes.in_rings * _of_chunks(sizes, _forward_attention_bytes(sizes)),
-            sizes.has_sparse * _sparse_forward_bytes(sizes),
+        attention = functools.reduce(
+            np.maximum, map(_forward_bytes, _by_mixer(sizes).values()), np.int64(0)
         )
         inner = 4 * sizes.stream + attention
         yield Part(name="attention", size=inner, exact=False, phase=FORWARD)
+
+
+def _by_mixer(sizes: StepSizes) -> dict[str, StepSizes]:
+    """The sizes for each mixer with attention, with the heads of its layers."""
+    return {mixer: replace(sizes, model=x) for mixer, x in sizes.model.attentions.items()}
+
+
+def _backward_bytes(sizes: StepSizes) -> Amount:
+    """The backward pass of an attention, by what its layers send."""
+    attention = np.maximum(
+        sizes.in_rings * _of_chunks(sizes, _attention_bytes(sizes)),
+        sizes.has_sparse * _sparse_attention_bytes(sizes),
+    )
+    if sizes.model.qk_norm:
+        # What the norms took: the query as it was projected, and the key in float32.
+        attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.model.itemsize / 2)
+    return attention
+
+
+def _forward_bytes(sizes: StepSizes) -> Amount:
+    """The forward pass of an attention, by what its layers send."""
+    return np.maximum(
+        sizes.in_rings * _of_chunks(sizes, _forward_attention_bytes(sizes)),
+        sizes.has_sparse * _sparse_forward_bytes(sizes),
+    )
 
 
 def _saved(sizes: StepSizes) -> Part:
@@ -273,46 +293,52 @@ def _saved(sizes: StepSizes) -> Part:
         copies = 0 if sizes.zero == 3 else FLOAT32 * sizes.stacked_elements
         # What is exchanged, or joined from parts, is saved before and after.
         outs = np.where(exchanged | (sizes.head_chunks > 1), 2, 1)
-        of_attention = _shard_bytes(sizes, 1 + outs + 2 * model.is_gated, 1)
-        if model.text_tokens:
-            split = 2 * (np.asarray(tensor) > 1)
-            precise = FLOAT32 * _shard_bytes(sizes, 6 + split, 0) // model.itemsize
-            of_attention = of_attention + precise + _shard_bytes(sizes, 2 - split, 0)
-        if sizes.keep_gathered:
-            # In place of the shards.
-            of_attention += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
-        # Beside its projections, a recurrence has convolved and normalised ones, and float32 arrays
-        # of its norms.
+
+        def of_attention(sizes: StepSizes) -> Amount:
+            kept = _shard_bytes(sizes, 1 + outs + 2 * sizes.model.is_gated, 1)
+            if model.text_tokens:
+                split = 2 * (np.asarray(tensor) > 1)
+                precise = FLOAT32 * _shard_bytes(sizes, 6 + split, 0) // model.itemsize
+                kept = kept + precise + _shard_bytes(sizes, 2 - split, 0)
+            if sizes.keep_gathered:
+                # In place of the shards.
+                kept += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)
+            return mixing + kept
+
         feeding = layer // 2
         mixing = layer - feeding
-        mixers: dict[str, Amount] = {"attention": mixing + of_attention, "none": 0}
+        mixers: dict[str, Amount] = {x: of_attention(y) for x, y in _by_mixer(sizes).items()}
+        mixers["none"] = 0
+        # Beside its projections, a recurrence has convolved and normalised ones, and float32 arrays
+        # of its norms.
         for mixer, x in model.recurrences.items():
             inputs = 13 * _recurrence_inputs(sizes, x)
             mixers[mixer] = mixing + _recurrence_states(sizes, x) + inputs
         feeds = (feeding + 6 * x for x in (hidden, shared))
         size = _of_layers(sizes, mixers, *feeds) + copies
         return Part(name=name, size=size, exact=False)
-    of_attention = layer = sizes.stream
-    mixers = dict.fromkeys((*model.recurrences, "none"), layer)
+    layer, attentions = sizes.stream, _by_mixer(sizes)
+    mixers = dict.fromkeys((*model.recurrences, *attentions, "none"), layer)
     if sizes.remat != "full":
         # With `head` > 1 the output is saved both before and after the exchange, but the host's
         # memory holds only the one before.
         outs = np.where(exchanged & (not sizes.offload), 2, 1)
-        of_head = outs * model.head_dim * model.itemsize + FLOAT32
-        # Attention to texts and images is not exchanged.
-        of_head = of_head + model.whole_attentions * (model.head_dim * model.itemsize + FLOAT32)
-        of_attention = layer + sizes.tokens * (model.heads // tensor) * of_head
-        if sizes.keep_gathered:
-            of_attention += _unit_bytes(sizes, sizes.degrees.team, sizes.degrees.group)
+        for mixer, own in attentions.items():
+            # Attention to texts and images is not exchanged.
+            of_out = own.model.head_dim * model.itemsize
+            of_head = outs * of_out + FLOAT32 + model.whole_attentions * (of_out + FLOAT32)
+            mixers[mixer] = layer + sizes.tokens * (model.heads // tensor) * of_head
+            if sizes.keep_gathered:
+                mixers[mixer] += _unit_bytes(own, sizes.degrees.team, sizes.degrees.group)
         for mixer, x in model.recurrences.items():
             mixers[mixer] = layer + _recurrence_states(sizes, x)
     if sizes.remat in ("projections_saved", "products_saved"):
-        shards = _shard_bytes(sizes, 1 + model.is_gated, 1)
-        of_attention = of_attention + shards + sizes.stream + _of_texts(sizes)
+        for mixer, own in attentions.items():
+            shards = _shard_bytes(own, 1 + own.model.is_gated, 1)
+            mixers[mixer] = mixers[mixer] + shards + sizes.stream + _of_texts(sizes)
         for mixer, x in model.recurrences.items():
             mixers[mixer] = mixers[mixer] + _recurrence_inputs(sizes, x) + sizes.stream
     count = (model.mlp_matrices - 1) * (sizes.remat == "products_saved")
-    mixers["attention"] = of_attention
     size = _of_layers(sizes, mixers, count * hidden, count * shared)
     if sizes.remat in ("projections_saved", "products_saved"):
         size = size - model.unread_outputs * sizes.stream

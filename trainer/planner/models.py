@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -276,6 +277,8 @@ class ModelSizes:
     """Tokens of a text that every layer attends to; 0 for models without texts."""
     image_tokens: int = 0
     """Tokens of the image that a video begins with; 0 for none."""
+    attending: tuple[str, ...] = attention.ATTENTIONS
+    """Mixers whose attention counts: those of `layer_windows`."""
     windows: tuple[int | None, ...] = (None,)
     """Tokens that a token of each layer attends to, itself included; None for all earlier ones. The
     list repeats: layer i has entry i modulo their number. Entries count for layers with attention
@@ -396,16 +399,33 @@ class ModelSizes:
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """The window of each layer, None for a layer that attends to all earlier tokens; the name
-        of the mixer for a layer without attention."""
+        """The mixer of each layer, and the window of one with attention, None for a layer that
+        attends to all earlier tokens."""
         windows = (self.windows[i % len(self.windows)] for i in range(self.layers))
         pairs = zip(self.layer_mixers, windows, strict=True)
-        return tuple(window if mixer == "attention" else mixer for mixer, window in pairs)
+        return tuple((x, window if x in attention.ATTENTIONS else None) for x, window in pairs)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The windows of the layers with attention."""
-        return tuple(x for x in self.layer_kinds if not isinstance(x, str))
+        return tuple(window for mixer, window in self.layer_kinds if mixer in self.attending)
+
+    @cached_property
+    def attentions(self) -> Mapping[str, ModelSizes]:
+        """For each mixer with attention, the model whose other layers do not attend, and whose
+        heads are those of the mixer."""
+        mixers = [x for x in self.attending if x in self.layer_mixers]
+        if len(mixers) == 1:
+            return {mixers[0]: self}
+
+        def of(mixer: str) -> ModelSizes:
+            sizes = dict(self.sizes)
+            if mixer == attention.ATTENTIONS[1]:
+                names = ("kv_heads", "head_dim", "query_dim")
+                sizes |= {name: sizes[f"global_{name}"] for name in names}
+            return replace(self, sizes=sizes, attending=(mixer,))
+
+        return {mixer: of(mixer) for mixer in mixers}
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -430,7 +450,7 @@ class ModelSizes:
             moved = 0
         elif recurrence is None:
             keys = {"kv_heads": self.kv_heads, "query_dim": self.head_dim}
-            moved = attention.moved({**keys, **self.sizes})
+            moved = attention.moved({**keys, **self.attentions[mixer].sizes})
             # Attention to a text moves queries alone.
             moved += 2 * self.heads * self.head_dim * (self.text_tokens > 0)
         else:
@@ -592,8 +612,7 @@ class ModelSizes:
         References:
             PaLM, appendix B: https://arxiv.org/abs/2204.02311
         """
-        pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
-        attention = 4 * self.heads * self.head_dim * pairs / seq_len
+        attention = sum(x._attention_flops(seq_len) for x in self.attentions.values())
         head = (2 if self.takes_values else 1) * self.width * self.outputs
         mixers = Counter(self.layer_mixers)
         states = sum(mixers[name] * x.state_flops for name, x in self.recurrences.items())
@@ -604,6 +623,11 @@ class ModelSizes:
         products += (3 - self.frozen.head) * head + 3 * self.active_adapters
         passes = 1.0 if self.frozen.after_layers else 3.0
         return 2.0 * products + passes * (attention + states) + self._flops_of_texts(seq_len)
+
+    def _attention_flops(self, seq_len: int) -> float:
+        """FLOPs of the forward pass of all attentions for each token, without projections."""
+        pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
+        return 4 * self.heads * self.head_dim * pairs / seq_len
 
     @property
     def whole_attentions(self) -> int:
@@ -632,7 +656,14 @@ class ModelSizes:
         alone, two = (self.flops_per_token(n) for n in (1, 2))
         # One token sees itself; each of two tokens sees 1.5 on average.
         pair = 2 * (two - alone)
-        return DocumentCost(token=1.0, pair=pair / (alone - pair), windows=self.layer_windows)
+        # A layer counts as often as its heads have channels.
+        channels = [x.head_dim for x in self.attentions.values()]
+        windows = [
+            window
+            for x in self.attentions.values()
+            for window in x.layer_windows * (x.head_dim // math.gcd(*channels))
+        ]
+        return DocumentCost(token=1.0, pair=pair / (alone - pair), windows=tuple(windows))
 
     def _pairs(self, window: int | None, seq_len: int) -> int:
         """Pairs of a query and a key that the mask of a layer shows in a sequence."""
@@ -647,7 +678,8 @@ class ModelSizes:
 
 def check_model(model: ModelSizes, seq_len: int, batch: int) -> None:
     """Raises unless a model and its batch are small enough to count their bytes."""
-    widest = max(model.width + model.mlp_width, model.heads * model.head_dim, model.outputs)
+    head_dim = max(x.head_dim for x in model.attentions.values())
+    widest = max(model.width + model.mlp_width, model.heads * head_dim, model.outputs)
     if model.layers * widest * seq_len * batch > LARGEST_SIZE // 64 or model.elements > 2**50:
         raise InputError(
             "A model and its batch must be small enough to count their bytes; got "

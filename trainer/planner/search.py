@@ -17,7 +17,7 @@ from trainer.planner.grid import ORDERS, Call, Settings, all_settings, number_of
 from trainer.planner.hardware import Cluster
 from trainer.planner.quantities import show_count
 from trainer.planner.step import COMPUTE, EXPOSED, Savings, Step, is_legal, tile_of
-from trainer.planner.timing import Timing
+from trainer.planner.timing import Timings
 
 REMAT = ("products_saved", "projections_saved", "attention_saved", "full")
 """What the backward pass of a layer may recompute, most memory first. "none" reads from memory what
@@ -185,7 +185,7 @@ class Candidates:
             raise no_setting(cluster, call, options)
         self._limit = options.memory_fraction * cluster.gpu.memory_bytes
         sent = Options(gradient_dtype=options.gradient_dtype, exchange=options.exchange)
-        self._timing = Timing(settings, cluster, call, options=sent)
+        self._timing = Timings(settings, cluster, call, sent)
         self._degrees = number_of(*(vars(settings)[x] for x in (*ROLES, "published")))
         self.kinds: list[tuple[Step, Savings]] = []
         """Each with the settings in the order that is the fastest for its remat and offload."""

@@ -25,7 +25,7 @@ from trainer.planner.memory import (
     footprint_of,
 )
 from trainer.planner.models import SENT_TO_EXPERTS, LayerKind, shared_elements
-from trainer.planner.timing import Timing
+from trainer.planner.timing import Timing, Timings
 
 _FLOAT32 = 4
 _ADAM_BYTES = 28
@@ -82,7 +82,7 @@ def is_legal(settings: Settings, savings: Savings, tokens: np.ndarray) -> np.nda
 class Step:
     """A training step in many settings, with any savings."""
 
-    def __init__(self, timing: Timing, rows: Any = slice(None)) -> None:
+    def __init__(self, timing: Timing | Timings, rows: Any = slice(None)) -> None:
         """Takes the settings whose attentions are timed: all, or the rows of an index."""
         self._rows = rows
         self.timing, self.call, self.cluster = timing, timing.call, timing.cluster

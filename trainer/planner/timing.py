@@ -360,6 +360,36 @@ class Timing:
         return (BACKWARD_FLOPS if backward else 1) * flops / speed
 
 
+class Timings:
+    """`Timing` of the attentions of all layers, which may differ in their heads."""
+
+    def __init__(self, settings: Settings, cluster: Cluster, call: Call, options: Options) -> None:
+        self.settings, self.cluster, self.call = settings, cluster, call
+        self.each = [Timing(settings, cluster, x, options=options) for x in call.attentions]
+        self.speed = self.each[0].speed
+        """FLOP/s at peak."""
+
+    def received_keys(self, window: int | None) -> np.ndarray:
+        """`Timing.received_keys`: the most of any layer."""
+        return np.max([x.received_keys(window) for x in self.each], axis=0)
+
+    def sends_sparse(self, window: int | None) -> np.ndarray:
+        """`Timing.sends_sparse`: whether some layer does."""
+        return self.received_keys(window) > 0
+
+    @functools.cached_property
+    def passes(self) -> tuple[Cost, Cost]:
+        """The forward and the backward pass of the attentions of all layers."""
+        forward, backward = zip(*(x.passes for x in self.each), strict=True)
+        return functools.reduce(operator.add, forward), functools.reduce(operator.add, backward)
+
+    @functools.cached_property
+    def exchanges_again_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The sum of `Timing.exchanges_again_seconds`."""
+        inputs, both = zip(*(x.exchanges_again_seconds for x in self.each), strict=True)
+        return np.sum(inputs, axis=0), np.sum(both, axis=0)
+
+
 @functools.lru_cache
 def _with(options: Options, **kind: Any) -> Options:
     return replace(options, **kind)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from models.parts.gpt import recurrences_of
 from startrail_jax.errors import InputError
 from startrail_jax.tokens.documents import DocumentSizes, first_of_rows
 from startrail_jax.tokens.layout import Layout
@@ -222,7 +223,7 @@ def _trees(
     config: GPTTrainConfig, rollouts: StoredRollouts, documents: TokenDocuments
 ) -> TokenDocuments:
     """Rollouts that share beginnings as one document each, or pairs as trees of two answers."""
-    has_states = set(config.model.layer_mixers) - {"none"} != {"attention"}
+    has_states = bool(recurrences_of(config.model))
     limits = TreeLimits(tokens=config.seq_len, levels=2 if has_states else None)
     ends, read = rollouts.ends, documents.read
     if rollouts.documents is not None:
