@@ -137,8 +137,8 @@ def compute(folder, tokens, scheme):
     """Logits, loss and gradients of a checkpoint, under the names that PyTorch gives them."""
     config = make_config(folder)
     found, rows = _compute(config, tokens, scheme)
-    # No gradient reaches what counts in the choice of experts alone, in transformers a buffer.
-    for name in [x for x in rows if x.endswith("e_score_correction_bias")]:
+    # No gradient reaches what is a buffer in transformers.
+    for name in [x for x in rows if x.endswith(("e_score_correction_bias", "layer_scalar"))]:
         assert not rows.pop(name).any()
     if BALANCE in FAMILIES[read_description(folder).family].keys:
         # With and without the balancing loss, for a factor of 1.

@@ -29,6 +29,8 @@ WITH_SHARED = (("key", *SHARED, *EXPERTS), SHARED, ("up", "query"))
 FAMILIES = {
     **dict.fromkeys(("gpt_oss", "mixtral", "olmoe"), TARGETS),
     # Of Qwen3-MoE and GLM, the first layer has an MLP.
+    # Of a Gemma 4, the keys of some layers are values too.
+    **dict.fromkeys(("gemma4", "gemma4_values"), (("query", "value"), ("key", "out", *SHARED))),
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe"), TARGETS + WITH_SHARED),
     "nemotron3": (
         ("query", "expert_up", "expert_down"),

@@ -36,7 +36,7 @@ SIZES = dict(
     pad_token_id=None,
 )
 LENGTH = 32
-BIAS = "e_score_correction_bias"
+BUFFERS = ("e_score_correction_bias", "layer_scalar")
 LARGEST_ERROR = 1e-4
 """Of logits, relative to the largest, beside float64; or four times that of PyTorch in float32."""
 EAGER = dict(attn_implementation="eager", experts_implementation="eager")
@@ -46,6 +46,38 @@ BLOCKS = [OF_STATES, "moe", FULL, "mlp", OF_STATES]
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 LINEAR = dict(rope_type="linear", factor=4.0)
 NESTED = {FULL: dict(LINEAR, rope_theta=1000.0), SLIDING: dict(rope_type="default", rope_theta=9.0)}
+PROPORTIONAL = {
+    FULL: dict(rope_type="proportional", rope_theta=1000.0, partial_rotary_factor=0.5),
+    SLIDING: dict(rope_type="default", rope_theta=9.0),
+}
+# Changes of the positions of layers without a window, and with one.
+OF_FULL = [
+    dict(partial_rotary_factor=1.0),
+    dict(partial_rotary_factor=0.3),
+    dict(partial_rotary_factor=0.01),
+    dict(partial_rotary_factor=0),
+    dict(partial_rotary_factor=2.0),
+    dict(partial_rotary_factor=None),
+    dict(partial_rotary_factor="a"),
+    dict(factor=4.0),
+    dict(factor=0.5),
+    dict(factor=1),
+    dict(factor=None),
+    dict(rope_theta=None),
+    dict(rope_type="default"),
+    dict(rope_type="linear", factor=4.0),
+    dict(rope_type="linear", factor=4.0, partial_rotary_factor=1.0),
+    dict(YARN, partial_rotary_factor=1.0),
+    dict(truncate=False),
+    dict(mscale=2.0),
+    dict(original_max_position_embeddings=8),
+]
+OF_SLIDING = [
+    dict(rope_type="proportional"),
+    dict(rope_type="proportional", partial_rotary_factor=0.5),
+    dict(partial_rotary_factor=0.5),
+    dict(LINEAR),
+]
 # Settings beside null, nothing and the other values of a flag, for every family.
 ODD = [
     dict(rope_parameters=dict(rope_type="default", rope_theta=50.0), rope_scaling=LINEAR),
@@ -145,6 +177,44 @@ ODD = [
     dict(layer_norm_epsilon=0.1),
     dict(norm_eps=0.1),
     dict(n_routed_experts=6, num_local_experts=8),
+    dict(global_head_dim=8),
+    dict(global_head_dim=9),
+    dict(global_head_dim=8, num_global_key_value_heads=2, rope_parameters=PROPORTIONAL),
+    dict(num_global_key_value_heads=4),
+    dict(num_global_key_value_heads=3),
+    dict(attention_k_eq_v=False, num_global_key_value_heads=4),
+    dict(attention_k_eq_v=False, global_head_dim=8, rope_parameters=PROPORTIONAL),
+    dict(layer_types=[FULL, SLIDING, FULL]),
+    dict(layer_types=[SLIDING, SLIDING, SLIDING]),
+    dict(per_layer_config={}),
+    dict(per_layer_config={"2": dict(head_dim=12)}),
+    dict(per_layer_config={"2": dict(head_dim=12, num_key_value_heads=4)}),
+    dict(per_layer_config={"1": dict(head_dim=12)}),
+    dict(per_layer_config={"1": dict(head_dim=4), "2": dict(head_dim=12)}),
+    dict(per_layer_config={"2": dict(head_dim=12, intermediate_size=12)}),
+    dict(per_layer_config={"2": dict(head_dim=12, sliding_window=3)}),
+    dict(per_layer_config={"2": dict(skip=["mlp"])}),
+    dict(per_layer_config={"7": dict(head_dim=12)}),
+    dict(per_layer_config={"0": dict(head_dim=12)}, layer_types=[FULL, SLIDING, FULL]),
+    dict(hidden_size_per_layer_input=4, vocab_size_per_layer_input=48),
+    dict(num_kv_shared_layers=1),
+    dict(num_kv_shared_layers=1, layer_types=[SLIDING, FULL, FULL]),
+    dict(use_double_wide_mlp=True, num_kv_shared_layers=1, layer_types=[SLIDING, FULL, FULL]),
+    dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=12),
+    dict(num_experts=4, top_k_experts=2, moe_intermediate_size=12),
+    dict(use_bidirectional_attention="all"),
+    dict(use_bidirectional_attention="vision"),
+    dict(attention_bias=True, attention_k_eq_v=False),
+    dict(rope_parameters=PROPORTIONAL),
+    *(dict(rope_parameters={**PROPORTIONAL, FULL: {**PROPORTIONAL[FULL], **x}}) for x in OF_FULL),
+    *(
+        dict(rope_parameters={**PROPORTIONAL, SLIDING: {**PROPORTIONAL[SLIDING], **x}})
+        for x in OF_SLIDING
+    ),
+    dict(rope_parameters={FULL: PROPORTIONAL[FULL]}),
+    dict(rope_parameters={SLIDING: PROPORTIONAL[SLIDING]}),
+    dict(rope_parameters=PROPORTIONAL[FULL]),
+    dict(rope_parameters=dict(PROPORTIONAL, full_attention=None)),
 ]
 
 
@@ -169,13 +239,18 @@ def settings_of(family):
         del base["num_hidden_layers"]
         base |= dict(layers_block_type=BLOCKS, mamba_num_heads=4, mamba_head_dim=6, n_groups=2)
         base |= dict(ssm_state_size=6, conv_kernel=3, moe_shared_expert_intermediate_size=10)
+    if family == "gemma4_text":
+        base |= dict(hidden_size_per_layer_input=0, global_head_dim=12, attention_k_eq_v=True)
+        base |= dict(num_global_key_value_heads=1, layer_types=[SLIDING, SLIDING, FULL])
     if family == "olmo_hybrid":
         base["layer_types"] = [OF_STATES, FULL, OF_STATES]
     yield base
     wide = ("hidden_size", "intermediate_size", "num_hidden_layers")
     only = {**ONLY, **FAMILIES[family].only}
     flags = {*only, *FAMILIES[family].switches, "tie_word_embeddings", "use_sliding_window"}
-    flags |= {"norm_topk_prob"} & {*FAMILIES[family].keys}
+    flags |= {"norm_topk_prob", "attention_k_eq_v", "use_double_wide_mlp"} & {
+        *FAMILIES[family].keys
+    }
     for key in sorted({*READ, *FAMILIES[family].keys, *only} - {"model_type"}):
         if key not in wide:
             yield {name: value for name, value in base.items() if name != key}
@@ -198,9 +273,10 @@ def logits_of_torch(folder, tokens):
             for name, weight in model.named_parameters():
                 noise = torch.randn_like(weight)
                 weight.copy_(1 + noise / 4 if "norm" in name else noise * weight.shape[-1] ** -0.5)
-            for name, bias in model.named_buffers():
-                if name.endswith(BIAS):
-                    bias.copy_(torch.randn_like(bias) / 4)
+            for name, buffer in model.named_buffers():
+                if name.endswith(BUFFERS):
+                    centre = float(name.endswith(BUFFERS[1]))
+                    buffer.copy_(centre + torch.randn_like(buffer) / 4)
             ids = torch.tensor(tokens)
             narrow = model(input_ids=ids).logits.numpy()
             logits = copy.deepcopy(model).double()(input_ids=ids).logits.numpy()
@@ -212,7 +288,7 @@ def logits_of_torch(folder, tokens):
         (folder / "config.json").write_bytes(values)
     else:
         weights = {name: x.detach().contiguous() for name, x in model.named_parameters()}
-        weights |= {name: x for name, x in model.named_buffers() if name.endswith(BIAS)}
+        weights |= {name: x for name, x in model.named_buffers() if name.endswith(BUFFERS)}
         safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return logits, error_of(narrow, logits), windows_of(config)
 

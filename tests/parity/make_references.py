@@ -75,6 +75,23 @@ GEMMA3 = SMALLER | dict(
     tie_word_embeddings=True,
 )
 
+GEMMA4 = dict(
+    num_hidden_layers=5,
+    layer_types=["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+    sliding_window=5,
+    num_key_value_heads=4,
+    head_dim=4,
+    global_head_dim=12,
+    num_global_key_value_heads=2,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=2.0,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=1000.0, partial_rotary_factor=0.5),
+        sliding_attention=dict(rope_type="default", rope_theta=100.0),
+    ),
+)
+
 # Name -> family, options, and type of the saved weights.
 CASES = {
     "llama": ("Llama", {}, "float32"),
@@ -252,6 +269,19 @@ CASES = {
         ),
         "float32",
     ),
+    # Layers of two sizes, of which the larger ones have keys as values.
+    "gemma4": ("Gemma4", GEMMA4, "float32"),
+    "gemma4_values": (
+        "Gemma4",
+        GEMMA4 | dict(attention_k_eq_v=False, tie_word_embeddings=False),
+        "bfloat16",
+    ),
+    "gemma4_images": (
+        "Gemma4",
+        GEMMA4
+        | dict(use_bidirectional_attention="vision", tie_word_embeddings=True, pad_token_id=0),
+        "bfloat16",
+    ),
 }
 TOWER = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8,
@@ -266,11 +296,21 @@ OF_IMAGES = {
         ),
     ),
     "gemma3_images": dict(vision_config=TOWER, mm_tokens_per_image=4),
+    "gemma4_images": dict(
+        vision_config=dict(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=8, patch_size=2, position_embedding_size=4,
+        ),
+        audio_config=None,
+    ),
     "mistral3": dict(vision_config=TOWER | dict(model_type="pixtral", head_dim=8)),
 }  # fmt: skip
 OF_TEXT = "model.language_model."
-OTHERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+OTHERS = (
+    *("model.visual.", "model.vision_tower.", "model.multi_modal_projector."),
+    "model.embed_vision.",
+)
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 CONFIGS |= {x: f"{x}TextConfig" for x in ("Qwen3_5", "Qwen3_5Moe")}
 
 
@@ -288,7 +328,7 @@ def make_model(name, seed):
     config = getattr(transformers, kind)(**values, attn_implementation="eager")
     torch.manual_seed(seed)
     # Gemma and Qwen3.5 multiply by 1 + the scale of a norm.
-    centre = 0 if family.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else 1
+    centre = 0 if family.startswith(("Gemma2", "Gemma3", "Qwen3_5", "Qwen3Next")) else 1
     model = getattr(transformers, f"{family}For{of_what}")(config).eval()
     with torch.no_grad():
         for path, weight in model.named_parameters():
@@ -298,6 +338,9 @@ def make_model(name, seed):
         for path, bias in model.named_buffers():
             if path.endswith("e_score_correction_bias"):
                 bias.copy_(torch.randn_like(bias) / 4)
+        for path, scalar in model.named_buffers():
+            if path.endswith("layer_scalar"):
+                scalar.copy_((1 + torch.randn_like(scalar) / 4).to(getattr(torch, dtype)))
     return model, dtype
 
 
@@ -316,6 +359,8 @@ def load(kind, folder, dtype):
 def compute(model, seed):
     """Tokens, logits, loss and all gradients, computed in float64."""
     model = copy.deepcopy(model).double()
+    # Else no gradient reaches the embedding of padding, which some models cannot do without.
+    model.get_input_embeddings().padding_idx = None
     generator = np.random.default_rng(seed)
     tokens = generator.integers(0, SIZES["vocab_size"], (2, LENGTH + 1))
     ids = torch.tensor(tokens)

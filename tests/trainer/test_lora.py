@@ -379,6 +379,9 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         ("nemotron_h", ("query", "value", "out_gate", "step", "up")),
         ("nemotron_h", ("key", "step")),
         ("nemotron3", ("latent_in", "up", "query")),
+        ("gemma4", ALL),
+        ("gemma4", ("key", "value")),
+        ("gemma4_values", ("query", "value")),
     ],
 )
 def test_adapters_of_rows_of_a_tensor_are_those_that_are_merged(family, targets, tmp_path):

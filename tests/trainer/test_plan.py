@@ -259,6 +259,8 @@ SAYINGS = [
 ]
 
 
+# What files of a kind must say.
+NEEDED = {kind: {"hidden_size_per_layer_input": 0} for kind in ("gemma4_text", "gemma4")}
 # What the program refuses, and changes no size.
 REFUSED = {
     "rope_type": {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
@@ -272,6 +274,7 @@ REFUSED = {
 def test_a_pretrained_model_is_planned_as_the_program_reads_it(kind, tmp_path):
     """A file that the program refuses is planned without a command, unless for its sizes."""
     path, of_8 = tmp_path / "config.json", QWEN | {"num_hidden_layers": 8, "model_type": kind}
+    of_8 |= NEEDED.get(kind, {})
     compared = 0
     for more in SAYINGS:
         path.write_text(json.dumps(of_8 | more))
@@ -299,7 +302,7 @@ def test_a_pretrained_model_is_planned_as_the_program_reads_it(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_text_models_of_images_and_text_are_planned_as_the_program_reads_them(kind, tmp_path):
-    path, text = tmp_path / "config.json", UNTIED | {"num_hidden_layers": 8}
+    path, text = tmp_path / "config.json", UNTIED | {"num_hidden_layers": 8} | NEEDED.get(kind, {})
     path.write_text(json.dumps({"model_type": kind, "text_config": text}))
     found = find_model(str(tmp_path))
     assert found.sizes == sizes_of_gpt(read_description(tmp_path).model, name=str(path))
@@ -383,7 +386,6 @@ UNCOUNTED = {
     "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64},
     "deepseek_v3": {"kv_lora_rank": 512, "n_routed_experts": 256, "first_k_dense_replace": 3},
     "gemma3n_text": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 15},
-    "gemma4_text": {"global_head_dim": 512, "num_kv_shared_layers": 18},
     "llama4_text": {"interleave_moe_layer_step": 1, "layer_types": ["chunked_attention"] * 36},
     "mllama_text_model": {"cross_attention_layers": [3, 8]},
     "bert": {"type_vocab_size": 2},
@@ -472,6 +474,38 @@ def test_weights_of_layers_of_one_part_are_those_of_nemotron_3(changes, tmp_path
     assert bool(found.run) != bool(changes)
 
 
+GEMMA4 = {  # As published, of 30.7 billion weights for text.
+    "model_type": "gemma4_text", "hidden_size": 5376, "num_hidden_layers": 60, "head_dim": 256,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "intermediate_size": 21_504,
+    "vocab_size": 262_144, "global_head_dim": 512, "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+}  # fmt: skip
+
+
+# The second is none that train.py takes, and has the same sizes.
+@pytest.mark.parametrize("more", [{}, {"quantization_config": {"quant_method": "fp8"}}])
+def test_heads_of_a_gemma_4_are_those_of_each_layer(more, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4 | more))
+    model = sizes_of(tmp_path)
+    assert model.elements / 1e9 == pytest.approx(30.7, rel=1e-3)
+    heads = [(x.kv_heads, x.head_dim, len(x.layer_windows)) for x in model.attentions.values()]
+    assert heads == [(16, 256, 50), (4, 512, 10)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [dict(hidden_size_per_layer_input=256), dict(num_kv_shared_layers=20),
+     dict(enable_moe_block=True)],
+)  # fmt: skip
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_gemma_4_whose_weights_are_not_counted_is_refused(more, nested, tmp_path):
+    values = GEMMA4 | more
+    values = {"model_type": "gemma4", "text_config": values} if nested else values
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with refused(UnsupportedError, *more, "which is not supported"):
+        find_model(str(tmp_path))
+
+
 def test_types_of_layers_that_are_not_counted_are_refused(tmp_path):
     types = ["linear_attention"] * 27 + FULL * 9
     for kind, more in (("llama", types), ("olmo3", types), ("qwen3_next", SLIDING * 36)):
@@ -487,7 +521,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     """The command takes biases, norms of queries and rotary positions from the config.json."""
     untold = ("head_dim", "tie_word_embeddings")
     values = {key: value for key, value in QWEN.items() if key not in untold}
-    values |= {"model_type": kind, "num_hidden_layers": 2, "rope_theta": 1e6}
+    values |= {"model_type": kind, "num_hidden_layers": 2, "rope_theta": 1e6} | NEEDED.get(kind, {})
     values |= {"no_rope_layers": [1, 1]} if kind == "smollm3" else {}
     is_hybrid = kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
     values |= {"full_attention_interval": 2} if is_hybrid else {}

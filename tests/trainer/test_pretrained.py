@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ import startrail_jax as st
 import train
 from configs.gpt import gpt_tiny
 from models.config import GPTConfig, RopeConfig
+from models.parts.attention import GlobalConfig, Keys, keys_of
 from models.parts.gpt import gpt_weights
 from peak import Peak, needs_linux
 from pretrained import REFERENCES, import_and_export, make_config, reference_of, save_in_types
@@ -1239,12 +1241,13 @@ def test_layers_behind_the_last_are_left_out_and_said(tmp_path):
     assert read_object(tmp_path / "out" / "config.json")["num_nextn_predict_layers"] == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_images", "mistral3"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_images", "mistral3", "gemma4_images"])
 def test_models_of_images_need_a_flag(name):
     config = make_config(REFERENCES / name, init_text_only=False)
     shapes = make_program(config, st.Degrees()).state_shapes.weights
     names = [*load_file(REFERENCES / name / "model.safetensors")]
-    images = sum(x.startswith(("model.visual.", "vision_tower.", "multi_modal_")) for x in names)
+    of_images = ("model.visual.", "vision_tower.", "multi_modal_", "model.vision", "model.embed_v")
+    images = sum(x.startswith(of_images) for x in names)
     with (
         refused(InputError, "--init-text-only", f"{images} tensors for images"),
         open_pretrained(config, shapes),
@@ -1304,6 +1307,90 @@ def test_hybrids_that_are_no_family_are_not_exported():
     same = dataclasses.replace(model, rope=dataclasses.replace(model.rope, bases=(7.0, 100.0)))
     assert family_of(same) == "qwen3_5_text"
     assert plain(same) == plain(model)
+
+
+def gemma4_of(**changes):
+    """The values of the tiny Gemma 4 as published files have them, and changes of them."""
+    values = read_object(REFERENCES / "gemma4" / "config.json")
+    del values["per_layer_config"]
+    return values | {"global_head_dim": 12, "num_global_key_value_heads": 2} | changes
+
+
+def test_the_layers_of_gemma_4_have_the_sizes_of_their_type():
+    own = GlobalConfig(head_dim=12, kv_heads=2, values_from_keys=True, rotary_pairs=3)
+    model = make_config(REFERENCES / "gemma4").model
+    assert model.global_attention == own
+    assert (model.kv_heads, model.head_dim, model.scale_dim) == (4, 4, 1)
+    assert model.layer_mixers == tuple(
+        "attention" if window else "global_attention" for window in model.layer_windows
+    )
+    # Published files name the sizes of global layers, and files of transformers those of each.
+    assert plain(describe(gemma4_of(), "config.json").model) == plain(model)
+    # The heads of global layers are their own only where keys are values.
+    other = describe(gemma4_of(attention_k_eq_v=False), "config.json").model
+    assert keys_of(other)["global_attention"] == Keys(4, 12)
+    every = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    every["full_attention"] = {"rope_type": "default", "rope_theta": 1000.0}
+    alike = dict(attention_k_eq_v=False, global_head_dim=4, rope_parameters=every)
+    same = describe(gemma4_of(**alike), "config.json").model
+    assert (same.mixers, same.global_attention) == (("attention",), GlobalConfig())
+    for x in (model, other, same):
+        assert family_of(x) == "gemma4_text"
+        values = to_values(x, length=32, dtype="float32")
+        assert plain(describe(values, "again").model) == plain(x)
+
+
+def test_a_stretched_gemma_4_is_told_again():
+    objects = gemma4_of()["rope_parameters"]
+    objects = objects | {"full_attention": {**objects["full_attention"], "factor": 4.0}}
+    model = describe(gemma4_of(rope_parameters=objects), "config.json").model
+    assert (model.rope.scaling, model.rope.factor, model.rope.stretches) == ("linear", 4, "global")
+    values = to_values(model, length=32, dtype="float32")
+    assert values["rope_parameters"] == objects
+    assert plain(describe(values, "again").model) == plain(model)
+    # Of shares that no float holds, transformers makes the pairs again.
+    for pairs, dim in itertools.product(range(1, 40), (98, 110, 206)):
+        share = dataclasses.replace(model.global_attention, head_dim=dim, rotary_pairs=pairs)
+        of_share = dataclasses.replace(model, global_attention=share)
+        written = to_values(of_share, length=32, dtype="float32")
+        entry = written["rope_parameters"]["full_attention"]
+        assert int(entry["partial_rotary_factor"] * dim // 2) == pairs
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input must be 0"),
+        (dict(hidden_size_per_layer_input="left out"), "hidden_size_per_layer_input must be 0"),
+        (dict(num_kv_shared_layers=2), "num_kv_shared_layers must be 0"),
+        (dict(enable_moe_block=True), "enable_moe_block must be False"),
+        (dict(use_bidirectional_attention="all"), "use_bidirectional_attention must be None or"),
+        (dict(attention_bias=True), "attention_bias must be False"),
+        (dict(layer_types=["full_attention"] * 5), "must be of type sliding_attention"),
+        (dict(per_layer_config={"2": {"head_dim": 12}}), "per_layer_config must give head_dim"),
+        (dict(per_layer_config={"1": {"head_dim": 8}}), "per_layer_config must give head_dim"),
+        (dict(per_layer_config={x: {"skip": ["mlp"]} for x in "24"}), "must give head_dim"),
+    ],
+)
+def test_gemma_4_that_is_not_supported_is_refused(changes, named):
+    values = gemma4_of(**changes)
+    values = {key: value for key, value in values.items() if value != "left out"}
+    with refused(UnsupportedError, named, "'config.json'"):
+        describe(values, "config.json")
+
+
+def test_models_like_gemma_4_that_are_none_are_not_exported():
+    model = make_config(REFERENCES / "gemma4").model
+    own = functools.partial(dataclasses.replace, model.global_attention)
+    for change in (
+        dict(scale_dim=None), dict(value_norm=False), dict(layer_scalar=False), dict(softcap=2.0),
+        dict(norm_offset=True), dict(qk_norm=False), dict(windows=(5, 4, "none", 5, "none")),
+        dict(global_attention=own(values_from_keys=False)),
+        dict(global_attention=own(rotary_pairs=1),
+             rope=dataclasses.replace(model.rope, channels=2)),
+    ):  # fmt: skip
+        with refused(UnsupportedError, "which none of them has together"):
+            family_of(dataclasses.replace(model, **change))
 
 
 EXPERTS = {

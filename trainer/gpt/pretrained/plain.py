@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.config import GPTConfig, RopeConfig
+from models.parts.attention import ATTENTIONS, GlobalConfig
 from models.patterns import shortest
 
 
@@ -17,6 +18,7 @@ def plain(model: GPTConfig) -> GPTConfig:
     stretches = model.rope.stretches if stretches_some(model) else "all"
     channels = None if model.rope.channels == model.head_dim else model.rope.channels
     rope = replace(model.rope, stretches=stretches, channels=channels)
+    model = _plain_global(model)
     feed_forwards = pattern(model.layer_feed_forwards)
     model = replace(model, mixers=pattern(model.layer_mixers), feed_forwards=feed_forwards)
     if "experts" in feed_forwards:
@@ -71,9 +73,27 @@ def stretches_some(model: GPTConfig) -> bool:
     return rope.stretches == "global" and rope.scaling != "none" and mixed
 
 
+def _plain_global(model: GPTConfig) -> GPTConfig:
+    """The model with layers of global attention only if they differ from those of attention."""
+    if "global_attention" not in model.layer_mixers:
+        return model
+    own = model.global_attention.of_model(model)
+    half = (model.rope.channels or own.head_dim) // 2
+    own = replace(
+        own,
+        head_dim=None if own.head_dim == model.head_dim else own.head_dim,
+        kv_heads=None if own.kv_heads == model.kv_heads else own.kv_heads,
+        rotary_pairs=None if own.rotary_pairs == half else own.rotary_pairs,
+    )
+    mixers: Any = model.layer_mixers
+    if own == GlobalConfig():
+        mixers = ("attention" if x == "global_attention" else x for x in mixers)
+    return replace(model, mixers=tuple(mixers), global_attention=own)
+
+
 def _like_attention(model: GPTConfig, layers: Sequence[Any]) -> tuple[Any, ...]:
     """An entry for each layer: layers without attention get the entry of the first layer with
     attention."""
     pairs = tuple(zip(model.layer_mixers, layers, strict=True))
-    first = next(entry for mixer, entry in pairs if mixer == "attention")
-    return tuple(entry if mixer == "attention" else first for mixer, entry in pairs)
+    first = next(entry for mixer, entry in pairs if mixer in ATTENTIONS)
+    return tuple(entry if mixer in ATTENTIONS else first for mixer, entry in pairs)

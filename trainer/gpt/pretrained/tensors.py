@@ -75,12 +75,12 @@ PREFIXES_OF_TEXT = {"model.language_model.": "model.", "language_model.": ""}
 text model alone. Some models have the head inside, and others outside."""
 IMAGES = (
     *("model.visual.", "vision_tower.", "multi_modal_projector."),
-    *("model.vision_tower.", "model.multi_modal_projector."),
+    *("model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision."),
 )
 """Prefixes of the names of tensors for images."""
-OTHER_PARTS = (*IMAGES, "mtp.")
-"""Prefixes of the names of all tensors that are no part of the text model: tensors for images, and
-heads that predict more than one token."""
+OTHER_PARTS = (*IMAGES, "model.audio_tower.", "model.embed_audio.", "mtp.")
+"""Prefixes of the names of all tensors that are no part of the text model: tensors for images and
+sound, and heads that predict more than one token."""
 
 
 def part_of(name: str) -> str | None:

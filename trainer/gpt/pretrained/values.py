@@ -94,4 +94,6 @@ def with_defaults(written: Mapping[str, Any], model_type: str, name: str) -> Con
     values = dict(vars(read))
     if values.get("head_dim") is None and "head_dim" not in written:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    if (layers := read.to_dict().get("per_layer_config")) is not None:
+        values["per_layer_config"] = layers
     return ConfigValues(values, name)

@@ -30,7 +30,7 @@ from trainer.weights.places import (
 OPTIONS = {
     **{"mlp": "swiglu", "scaled_embedding": False, "sinks": False, "qkv_bias": False},
     **{"qk_norm": False, "qk_norm_over": "head", "norms": "before", "norm_offset": False},
-    **{"attention_gate": False, "out_bias": False},
+    **{"attention_gate": False, "out_bias": False, "value_norm": False, "layer_scalar": False},
 }
 """Options of a model in which families differ, with the values of most families."""
 SCALES = ("softcap", "output_softcap", "scale_dim")

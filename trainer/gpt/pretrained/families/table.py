@@ -23,6 +23,7 @@ from trainer.gpt.pretrained.families.family import (
     Family,
 )
 from trainer.gpt.pretrained.families.gemma import GEMMA2, GEMMA3
+from trainer.gpt.pretrained.families.gemma4 import GEMMA4
 from trainer.gpt.pretrained.families.glm import GLM4, GLM4_MOE
 from trainer.gpt.pretrained.families.gpt_oss import GPT_OSS
 from trainer.gpt.pretrained.families.llama import LLAMA
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": SMOLLM3,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "gemma4_text": GEMMA4,
     "qwen3_5_text": QWEN3_5,
     "mixtral": MIXTRAL,
     "qwen3_moe": Family(
@@ -81,6 +83,7 @@ MULTIMODAL = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
 }
 """`model_type` of models of images and text -> the family of their text models."""
