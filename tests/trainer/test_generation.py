@@ -12,6 +12,7 @@ from flax import nnx
 import startrail_jax as st
 from models.config import GPTConfig, RopeConfig
 from models.gpt import GPT
+from models.parts.attention import GlobalConfig
 from models.parts.gpt import gpt_weights
 from programs import SMALL, make_config
 from refusals import refused
@@ -28,6 +29,14 @@ MODEL = GPTConfig(
 LONG_MODEL = GPTConfig(
     vocab_size=48, width=16, layers=1, heads=1, kv_heads=1, head_dim=2, mlp_width=16
 )
+TWO_SIZES = dataclasses.replace(
+    MODEL, layers=3, heads=8, kv_heads=4, head_dim=4, windows=(4, "none", 4), softcap=None,
+    sinks=False, rope=RopeConfig(), mixers=("attention", "global_attention", "attention"),
+    value_norm=True, layer_scalar=True,
+    global_attention=GlobalConfig(
+        head_dim=12, kv_heads=2, values_from_keys=True, rotary_pairs=3
+    ),
+)  # fmt: skip
 NUM_TOKENS = 7
 SAMPLING = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
 
@@ -94,6 +103,32 @@ def generate(generator, rows, num_tokens=NUM_TOKENS, config=MODEL, zero=0, **opt
 @functools.cache
 def one_device(sampling=SAMPLING):
     return generate(make_generator(st.Degrees(), sampling), prompts(5, 13, 9))
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [st.Degrees.startrail(8, c=2), st.Degrees(head=2, tensor=4), st.Degrees(ring=2, tensor=4)],
+)
+def test_layers_of_two_sizes_are_decoded_as_whole_rows(degrees):
+    """Also where devices share the key heads of the global layers alone."""
+    greedy = make_generator(degrees, Sampling(temperature=0.0), TWO_SIZES)
+    prompt = prompts(9)[0]
+    (found,) = generate(greedy, [prompt], config=TWO_SIZES)
+
+    def attend(query, key, value, *, segment_ids=None, local_window_size=None):
+        window = local_window_size
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, local_window_size=window
+        )
+
+    model = nnx.eval_shape(lambda: GPT(TWO_SIZES, attention_fn=attend, rngs=nnx.Rngs(0)))
+    tokens = np.array([[*prompt, *found]], np.int32)
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    logits = jax.jit(lambda weights, *rows: nnx.merge(nnx.graphdef(model), weights)(*rows))(
+        make_weights(TWO_SIZES), tokens, positions
+    )
+    likeliest = np.argmax(logits[0, len(prompt) - 1 : -1], -1)
+    np.testing.assert_array_equal(found, likeliest)
 
 
 @pytest.mark.slow
