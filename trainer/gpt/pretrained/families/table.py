@@ -95,8 +95,9 @@ family."""
 SCORING: dict[str, str | None] = {
     "gemma3_text": "Gemma3TextForSequenceClassification",
     "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
-    **dict.fromkeys(("olmoe", "qwen3_5_moe_text", "olmo_hybrid", "glm4_moe")),
-    "nemotron_h": None,
+    **dict.fromkeys(
+        ("olmoe", "qwen3_5_moe_text", "olmo_hybrid", "glm4_moe", "nemotron_h", "gemma4_text")
+    ),
 }
 """`model_type` -> the class of transformers that gives sequences scores, if its name is not that of
 the family with another ending; None where there is none."""
