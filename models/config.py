@@ -162,9 +162,9 @@ class GPTConfig:
     attention_gate: bool = False
     """True if a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
     Qwen3.5."""
-    mixers: tuple[
-        Literal["attention", "global_attention", "linear", "ssd", "none"], ...
-    ] = ("attention",)
+    mixers: tuple[Literal["attention", "global_attention", "linear", "ssd", "none"], ...] = (
+        "attention",
+    )
     """Mixer of each layer, which combines tokens: the list repeats. `linear linear linear
     attention` is three layers of linear attention and one of attention, repeated, as in Qwen3.5;
     `none` is a layer of a feed-forward alone, as in Nemotron-H. `global_attention` is attention

@@ -334,6 +334,8 @@ def make_model(name, seed):
         for path, weight in model.named_parameters():
             noise = torch.randn_like(weight)
             scale = centre + noise / 4 if "norm" in path else noise * weight.shape[-1] ** -0.5
+            if family == "Gemma4" and "q_norm" in path:
+                scale = scale / 2  # Its logits of attention have no other factor.
             weight.copy_(scale.to(getattr(torch, dtype)))
         for path, bias in model.named_buffers():
             if path.endswith("e_score_correction_bias"):

@@ -14,7 +14,6 @@ from trainer.data.opening import read_object
 from trainer.gpt.pretrained.config_json import WHOLE, describe
 from trainer.gpt.pretrained.families.experts import COUNTS, DENSE, WITH_SHARED
 from trainer.gpt.pretrained.families.family import CHOICE
-from trainer.gpt.pretrained.families.gemma4 import SIZES as OF_GEMMA4
 from trainer.gpt.pretrained.families.hybrid import SIZES as OF_LINEAR
 from trainer.gpt.pretrained.families.table import FAMILIES, MULTIMODAL, TEXT_PARTS
 from trainer.gpt.pretrained.plain import pattern, plain
@@ -44,7 +43,6 @@ _READ = {*_NUMBERS, TIES, "sliding_window", "use_sliding_window"}
 _SIZES = {
     *(*_READ, *CHOICE, "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"),
     *("full_attention_interval", *OF_LINEAR, *COUNTS, *WITH_SHARED, *DENSE, *IF_NORMALISED),
-    *OF_GEMMA4,
 }
 """Keys that change the weights of a model, or the windows of its layers."""
 _EXPERTS = (*COUNTS, "n_routed_experts")

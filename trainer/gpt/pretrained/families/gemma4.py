@@ -25,8 +25,6 @@ PER_LAYER = "hidden_size_per_layer_input"
 OTHER_LAYERS = {PER_LAYER: 256, "num_kv_shared_layers": 0, "enable_moe_block": False}
 """Keys of layers that are not supported, with the value that transformers has where a file lacks
 them: embeddings of each layer, keys of another layer, and experts beside the MLP."""
-SIZES = (DIM, HEADS, SAME, LAYERS, *OTHER_LAYERS)
-"""Keys that change the weights of a model."""
 PROPORTIONAL = "proportional"
 SCALE_DIM = 1
 """Queries and keys are normalised, and their products are not scaled."""
