@@ -194,20 +194,20 @@ MODELS = {
     "Qwen3-MoE": SMALL | dict(feed_forwards=("experts",), experts=EXPERTS, qk_norm=True),
     "windows": SMALL | dict(windows=(9, "none")),
 }
-SEEDS = {"Qwen3-MoE": 4}
-"""Rollouts whose gradients float32 does not round by more than they may differ: those of two orders
-of the same rows are up to 1.3e-6 of the largest apart."""
+ORDERS = {"tree": range(4), "rows": range(4), "turned": (2, 0, 3, 1), "back": (3, 2, 1, 0)}
+"""Orders of the rollouts of a group: as a tree, and one after another."""
 
 
 @pytest.mark.slow_except_every(3)
 @pytest.mark.parametrize("degrees", [st.Degrees(), st.Degrees(ring=2, team=2)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_group_as_a_tree_has_the_gradients_of_its_rows(name, degrees, tmp_path):
-    """Of all weights, beside its rollouts one after another."""
-    path = written(tmp_path / "group.jsonl", group_records(1, 4, 40, 8, seed=SEEDS.get(name, 0)))
-    found = []
-    for share in (True, False):
-        data = DataConfig(path=(path,), validation_fraction=0.05, share_prefix=share)
+    """Of all weights, beside its rollouts one after another: to 1e-6 of the largest, or to twice
+    what float32 makes of other orders of the same rollouts."""
+    records, found = group_records(1, 4, 40, 8), {}
+    for order, numbers in ORDERS.items():
+        path = written(tmp_path / f"{order}.jsonl", [records[number] for number in numbers])
+        data = DataConfig(path=(path,), validation_fraction=0.05, share_prefix=order == "tree")
         config = make_config(
             MODELS[name], objective="policy", seq_len=256, batch_size=1, data=data,
             run_dir=tmp_path / "run",
@@ -215,16 +215,23 @@ def test_a_group_as_a_tree_has_the_gradients_of_its_rows(name, degrees, tmp_path
         program = program_of(config, degrees)
         opened = GPTTask().open_data(config, program.attention.layout)
         batch = opened.collate([opened.train[0]], [0])
-        assert (batch.visible_until is not None) == share
+        assert (batch.visible_until is not None) == (order == "tree")
         weights = jax.device_get(program_of(config, st.Degrees()).initialise().weights)
-        found.append(gradients_of(program, weights, place(batch, program.batch_sharding)))
-    (loss, metrics, gradients), (wanted_loss, means, wanted) = found
+        found[order] = gradients_of(program, weights, place(batch, program.batch_sharding))
+    loss, metrics, _ = found["tree"]
+    wanted_loss, means, wanted = found["rows"]
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6, atol=1e-7)
     for mean, other in zip(metrics.values(), means.values(), strict=True):
         np.testing.assert_allclose(mean, other, rtol=1e-5, atol=1e-6)
+
+    def apart(one, other):
+        pairs = zip(*(jax.tree.leaves(found[order][2]) for order in (one, other)), strict=True)
+        return max(np.abs(x - y).max() for x, y in pairs)
+
     largest = max(np.abs(x).max() for x in jax.tree.leaves(wanted))
-    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * largest)
+    rounding = max(apart("rows", "turned"), apart("rows", "back"), apart("turned", "back"))
+    assert rounding < 1e-5 * largest
+    assert apart("tree", "rows") <= max(1e-6 * largest, 2 * rounding)
 
 
 def pairs_of_long_prompts():
