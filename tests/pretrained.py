@@ -19,7 +19,7 @@ from trainer.config import LoraConfig
 from trainer.data.opening import read_object
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
-from trainer.gpt.lora import peft_config, peft_tensors
+from trainer.gpt.lora import peft_config, peft_tensors, text_prefix
 from trainer.gpt.pretrained.config_json import read_description
 from trainer.gpt.pretrained.defaults import pretrained as config_of
 from trainer.gpt.pretrained.families.experts import BALANCE
@@ -110,7 +110,8 @@ def with_adapters(family, targets, folder, size=1.0):
         of_model, kept = functools.partial(places, model=config.model, family=kind), folder / name
         write_merged(arrays, of_model, of_base, kept, lambda _: np.float32, shard_bytes=10**9)
         found.append(load_file(kept / "model.safetensors"))
-    tensors = peft_tensors(arrays, np.float32, config.model, kind)
+    text = text_prefix(config, kind)
+    tensors = peft_tensors(arrays, np.float32, config.model, kind, text)
     return *found, tensors, peft_config(config, None, kind, note=print)
 
 

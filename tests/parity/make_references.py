@@ -66,6 +66,19 @@ OF_MAMBA = dict(
     layer_norm_epsilon=1e-5,
 )
 OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+OF_GLM4_MOE = dict(
+    num_hidden_layers=3,
+    attention_bias=True,
+    moe_intermediate_size=12,
+    num_experts_per_tok=3,
+    n_routed_experts=9,
+    n_shared_experts=2,
+    n_group=3,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    first_k_dense_replace=1,
+)
+ROPE_GLM4V = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
 SMALLER = dict(intermediate_size=12, num_key_value_heads=1, head_dim=4)
 GEMMA3 = SMALLER | dict(
     sliding_window=5,
@@ -227,17 +240,8 @@ CASES = {
     "glm4_moe": (
         "Glm4Moe",
         dict(
-            num_hidden_layers=3,
-            attention_bias=True,
+            **OF_GLM4_MOE,
             use_qk_norm=True,
-            moe_intermediate_size=12,
-            num_experts_per_tok=3,
-            n_routed_experts=9,
-            n_shared_experts=2,
-            n_group=3,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            first_k_dense_replace=1,
             num_nextn_predict_layers=0,
         ),
         "float32",
@@ -282,19 +286,35 @@ CASES = {
         | dict(use_bidirectional_attention="vision", tie_word_embeddings=True, pad_token_id=0),
         "bfloat16",
     ),
+    "qwen3_vl_moe": ("Qwen3VLMoe", OF_EXPERTS | dict(mlp_only_layers=[0]), "float32"),
+    # Always with biases; half of the channels turn, shared by time, height and width.
+    "glm4v": (
+        "Glm4v",
+        dict(head_dim=4, rope_parameters=ROPE_GLM4V | dict(mrope_section=[1, 0, 0])),
+        "float32",
+    ),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        OF_GLM4_MOE | dict(rope_parameters=ROPE_GLM4V | dict(mrope_section=[1, 1, 0])),
+        "bfloat16",
+    ),
 }
 TOWER = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8,
     patch_size=2,
 )  # fmt: skip
+LIKE_GLM = dict(
+    depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=16, patch_size=2,
+    image_size=8,
+)  # fmt: skip
+LIKE_QWEN = dict(
+    depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=16, patch_size=2,
+    deepstack_visual_indexes=[0], num_position_embeddings=4,
+)  # fmt: skip
 # What the models of images and text have for images.
 OF_IMAGES = {
-    "qwen3_vl": dict(
-        vision_config=dict(
-            depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=16,
-            deepstack_visual_indexes=[0], patch_size=2, num_position_embeddings=4,
-        ),
-    ),
+    **{key: dict(vision_config=LIKE_QWEN) for key in ("qwen3_vl", "qwen3_vl_moe")},
+    **{key: dict(vision_config=LIKE_GLM) for key in ("glm4v", "glm4v_moe")},
     "gemma3_images": dict(vision_config=TOWER, mm_tokens_per_image=4),
     "gemma4_images": dict(
         vision_config=dict(
@@ -396,7 +416,8 @@ def of_text(arrays):
 
 def balance(model, ids):
     """The loss that balances experts, with a factor of 1, and its gradients of the routers."""
-    if not hasattr(model.config, "router_aux_loss_coef"):
+    has_loss = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
+    if not has_loss or model.config.model_type == "glm4v_moe":  # Refused there.
         return {}
     model.zero_grad()
     loss = model(input_ids=ids, output_router_logits=True).aux_loss
@@ -404,7 +425,7 @@ def balance(model, ids):
     folder = "block_sparse_moe.gate" if model.config.model_type == "mixtral" else "mlp.gate"
     routers = {
         name.replace("mlp.gate", folder): x.grad.numpy().astype("f4")
-        for name, x in model.named_parameters()
+        for name, x in of_text(dict(model.named_parameters())).items()
         if name.endswith(("mlp.gate.weight", "mlp.router.weight"))
     }
     assert routers, "layers of experts have routers"

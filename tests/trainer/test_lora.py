@@ -26,7 +26,7 @@ from trainer.config import LoraConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
 from trainer.gpt.export.writing import export_run
-from trainer.gpt.lora import peft_config
+from trainer.gpt.lora import peft_config, text_prefix
 from trainer.gpt.pretrained.initial import open_pretrained
 from trainer.parallel.state import bytes_of_device, describe_state
 from trainer.pretrained import import_pretrained
@@ -412,6 +412,54 @@ def test_adapters_of_rows_of_a_tensor_are_those_that_are_merged(family, targets,
     of_modules = [x for x in base if x.endswith(".weight") and ".experts." not in x]
     adapted = [x for x in of_modules if x.split(".")[-2] in seen]
     assert len(tensors) == 2 * len(adapted)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("gemma3_images", ALL), ("glm4v_moe", (*ALL, *EXPERTS))]
+)
+def test_adapters_of_a_model_of_images_are_in_its_text_model(family, targets, tmp_path, capsys):
+    """Its tower of images has modules of the same names."""
+    base, _, tensors, described = pretrained.with_adapters(family, targets, tmp_path)
+    assert "transformers.AutoModelForImageTextToText loads" in capsys.readouterr().out
+    text, parameters = "model.language_model.layers.", described.get("target_parameters", ())
+    assert all(x.startswith(f"base_model.model.{text}") for x in tensors)
+
+    def is_adapted(name):  # As PEFT decides.
+        module, weight = name.removesuffix(".weight"), name
+        named = any(f".{weight}".endswith(f".{x}") for x in parameters)
+        return named or bool(re.fullmatch(described["target_modules"], module))
+
+    matrices = [x for x in base if "_proj.weight" in x and ".experts." not in x]
+    for name in matrices:
+        assert is_adapted(name.replace("model.", "model.language_model.", 1))
+        assert not is_adapted(name.replace("model.", "model.visual.", 1))
+        assert not is_adapted(name.replace("model.", "model.vision_tower.vision_model.encoder.", 1))
+    assert 2 * len(matrices) == len([x for x in tensors if ".experts." not in x])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "there", "is_of_images"),
+    [
+        *[("gemma3_images", None, x, True) for x in (True, False)],
+        # transformers takes the text model of a Qwen3.5 alone.
+        *[("qwen3_5", "qwen3_5", x, False) for x in (True, False)],
+        ("qwen3", None, True, False),
+    ],
+)
+def test_adapters_are_named_as_in_the_model_that_is_loaded(
+    family, kind, there, is_of_images, tmp_path
+):
+    folder = tmp_path / "model"
+    shutil.copytree(pretrained.REFERENCES / family, folder)
+    config = pretrained.make_config(folder, init_text_only=True, lora=LoraConfig(rank=2))
+    if kind is not None:
+        values = json.loads((folder / "config.json").read_text()) | {"model_type": kind}
+        (folder / "config.json").write_text(json.dumps(values))
+    text = {"gemma3_images": "gemma3_text", "qwen3_5": "qwen3_5_text"}.get(family, family)
+    if not there:
+        shutil.rmtree(folder)
+    found = text_prefix(config, text)
+    assert found == ("model.language_model." if is_of_images else "model.")
 
 
 def test_matrices_that_peft_refuses_are_exported_whole_alone(tmp_path):

@@ -545,24 +545,42 @@ def test_tensors_that_are_not_those_of_the_model_are_named(model, error, changes
         open_it(model, **changes)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_moe"])
-def test_experts_in_one_tensor_are_those_of_a_tensor_for_each(name, tmp_path):
-    """As Qwen3.5 is published: gates above projections up, of all experts."""
-    folder = copied(name, tmp_path)
+def test_experts_in_one_tensor_are_those_of_a_tensor_for_each(name, rows, turned, tmp_path):
+    """As Qwen3.5 is published: gates above projections up, of all experts; or transposed, as
+    Qwen3-VL is. Experts with `rows` / 2 of the width make one tensor or the other square."""
+    values = json.loads((REFERENCES / name / "config.json").read_text())
+    width = values["hidden_size"] * rows // 2
+    folder, plain = copied(name, tmp_path / "fused"), copied(name, tmp_path / "plain")
+    for x in (folder, plain):
+        change(x, moe_intermediate_size=width)
     tensors = tensors_of(folder)
     fused = {key: x for key, x in tensors.items() if ".experts." not in key}
-    for layer in sorted({x.partition(".experts.")[0] for x in tensors if ".experts." in x}):
-        own = {
-            kind: np.stack([tensors[f"{layer}.experts.{e}.{kind}_proj.weight"] for e in range(4)])
-            for kind in ("gate", "up", "down")
-        }
-        fused[f"{layer}.experts.gate_up_proj"] = np.concatenate([own["gate"], own["up"]], axis=1)
-        fused[f"{layer}.experts.down_proj"] = own["down"]
+    drawn = np.random.default_rng(0)
+    layers = sorted({x.partition(".experts.")[0] for x in tensors if ".experts." in x})
+    axes = (0, 2, 1) if turned else (0, 1, 2)
+    for layer in layers:
+        gate, up, down = drawn.normal(size=(3, 4, width, values["hidden_size"])).astype(np.float32)
+        own = {"gate": gate, "up": up, "down": down.swapaxes(1, 2)}
+        for kind, e in itertools.product(own, range(4)):
+            tensors[f"{layer}.experts.{e}.{kind}_proj.weight"] = own[kind][e].copy()
+        both = {"gate_up": np.concatenate([gate, up], axis=1), "down": own["down"]}
+        for kind, x in both.items():
+            fused[f"{layer}.experts.{kind}_proj"] = np.ascontiguousarray(x.transpose(axes))
     save_file(fused, folder / "model.safetensors")
-    one, other = (weights_of(x) for x in (REFERENCES / name, folder))
+    save_file(tensors, plain / "model.safetensors")
+    one, other = (weights_of(x) for x in (plain, folder))
     for path, x in one.items():
         np.testing.assert_array_equal(x, other[path], err_msg=path)
-    del fused[f"{layer}.experts.down_proj"]
+    layer = f"{layers[0]}.experts"
+    if rows == 3:  # One of two tensors is transposed, and neither is square.
+        part = fused[f"{layer}.down_proj"].swapaxes(1, 2)
+        save_file({**fused, f"{layer}.down_proj": part.copy()}, folder / "model.safetensors")
+        with refused(InputError, f"{layer}.", "not in the files"):
+            open_it(folder)
+    del fused[f"{layer}.down_proj"]
     save_file(fused, folder / "model.safetensors")
     with refused(InputError, "experts.0.down_proj.weight", "not in the files"):
         open_it(folder)
@@ -1220,8 +1238,6 @@ def test_text_model_is_taken_of_one_of_images(tmp_path, capsys):
     exported = load_file(out / "model.safetensors")
     assert exported.keys() == original.keys()
     assert all(np.array_equal(x, exported[name]) for name, x in original.items())
-    with refused(InputError, "tie_word_embeddings must be that of text_config"):
-        read_description(folder_of_images(tmp_path / "untied", tied=False))
     with refused(InputError, "init_text_only needs a pretrained model"):
         dataclasses.replace(plain, init_from=None, init_text_only=True)
 
@@ -1241,7 +1257,44 @@ def test_layers_behind_the_last_are_left_out_and_said(tmp_path):
     assert read_object(tmp_path / "out" / "config.json")["num_nextn_predict_layers"] == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3_images", "mistral3", "gemma4_images"])
+@pytest.mark.parametrize(
+    ("kind", "whole", "text", "tied"),
+    [
+        # As `tie_weights` of transformers has it.
+        *[(x, True, False, True) for x in ("qwen3_vl", "mistral3", "glm4v")],
+        *[("qwen3_vl_moe", False, True, False), ("mistral3", False, True, False)],
+        *[("glm4v", False, True, True), ("glm4v_moe", None, True, True)],
+        *[("glm4v", False, False, False), ("qwen3_vl", None, None, False)],
+    ],
+)
+def test_the_whole_model_says_whether_the_embedding_is_the_head(kind, whole, text, tied):
+    values = [{} if x is None else {"tie_word_embeddings": x} for x in (whole, text)]
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    given = {"model_type": kind, "text_config": sizes | values[1], **values[0]}
+    assert describe(given, "config.json").model.tied_head == tied
+
+
+def test_a_text_model_of_glm_has_what_its_config_does_not_say():
+    text = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = describe({"model_type": "glm4v", "text_config": text}, "config.json").model
+    # All channels turn, where a GLM 4 has half of them.
+    assert (model.qkv_bias, model.rope.channels, model.rope.interleaved) == (True, None, True)
+    text["partial_rotary_factor"] = 0.5
+    model = describe({"model_type": "glm4v_moe", "text_config": text}, "config.json").model
+    assert (model.qk_norm, model.rope.channels, model.rope.interleaved) == (False, 4, False)
+    text |= {"use_qk_norm": True, "output_router_logits": True}
+    with refused(UnsupportedError, "output_router_logits must be False"):
+        describe({"model_type": "glm4v_moe", "text_config": text}, "config.json")
+    text = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    text |= {"norm_topk_prob": False, "num_experts": 4}
+    model = describe({"model_type": "qwen3_vl_moe", "text_config": text}, "config.json").model
+    assert model.experts.normalised
+
+
+OF_IMAGES = ("qwen3_vl", "gemma3_images", "mistral3", "gemma4_images", "glm4v", "glm4v_moe")
+
+
+@pytest.mark.parametrize("name", [*OF_IMAGES, "qwen3_vl_moe"])
 def test_models_of_images_need_a_flag(name):
     config = make_config(REFERENCES / name, init_text_only=False)
     shapes = make_program(config, st.Degrees()).state_shapes.weights

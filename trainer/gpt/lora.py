@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from models.parts.gpt import gpt_dims, gpt_weights, recurrences_of, stack_pairs
 from models.periods import layers_of
 from models.weights import ADAPTERS
 from startrail_jax.errors import InputError
+from trainer.data.opening import read_object
 from trainer.gpt.config import GPTTrainConfig
-from trainer.gpt.pretrained.families.table import FAMILIES
+from trainer.gpt.pretrained.families.table import FAMILIES, MULTIMODAL, TEXT_ALONE
 from trainer.gpt.pretrained.plain import without_losses
+from trainer.gpt.pretrained.values import CONFIG
 from trainer.run.settings import settings_of
 from trainer.weights.adapters import KERNEL, as_matrix
 from trainer.weights.places import Share
@@ -27,6 +30,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of PEFT before the names of a model."""
+TEXT, TEXT_OF_IMAGES = "model.", "model.language_model."
+"""Prefix of the layers in a model of text, and in one of images and text."""
 
 
 def peft_config(
@@ -51,7 +56,13 @@ def peft_config(
         )
     lora = config.lora
     assert lora.rank is not None, "the caller has looked"
-    modules, parameters = _adapted(config.model, family, lora.targets)
+    text = text_prefix(config, family)
+    if text != TEXT:
+        note(
+            f"the adapters are those of the model of images and text in {str(folder)!r}, which "
+            "transformers.AutoModelForImageTextToText loads"
+        )
+    modules, parameters = _adapted(config.model, family, lora.targets, text)
     several = {name: len(rows) for name, rows in (modules | parameters).items() if len(rows) > 1}
     return {
         "peft_type": "LORA",
@@ -62,7 +73,7 @@ def peft_config(
         "lora_dropout": 0.0,
         "rank_pattern": {name: n * lora.rank for name, n in several.items()},
         "alpha_pattern": {name: n * lora.scale * lora.rank for name, n in several.items()},
-        "target_modules": sorted(modules),
+        "target_modules": _target_modules(sorted(modules), text),
         **({"target_parameters": sorted(parameters)} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -70,6 +81,24 @@ def peft_config(
         "use_dora": False,
         "inference_mode": True,
     }
+
+
+def text_prefix(config: GPTTrainConfig, family: str) -> str:
+    """The prefix of layers in the model of `init_from`, as transformers has it in memory."""
+    assert config.init_from is not None
+    path = config.init_from / CONFIG
+    if path.is_file():
+        kind = read_object(path).get("model_type")
+        return TEXT_OF_IMAGES if kind in MULTIMODAL and kind not in TEXT_ALONE else TEXT
+    alone = family in {MULTIMODAL[kind] for kind in TEXT_ALONE}
+    return TEXT_OF_IMAGES if config.init_text_only and not alone else TEXT
+
+
+def _target_modules(names: list[str], text: str) -> list[str] | str:
+    """The tower of images may have modules of the same names, which are not adapted."""
+    if text == TEXT or not names:
+        return names
+    return rf"(.*\.)?{re.escape(text)}.*\.({'|'.join(names)})"
 
 
 def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
@@ -90,11 +119,11 @@ def _require_same(base: GPTConfig, model: GPTConfig, folder: Path) -> None:
 
 
 def _adapted(
-    model: GPTConfig, family: str, targets: Collection[str]
+    model: GPTConfig, family: str, targets: Collection[str], text: str
 ) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """The adapted projections by their names in transformers: modules, such as "q_proj", and
     parameters. In a model with experts, PEFT takes modules gate_proj, up_proj and down_proj for
-    experts, so that an MLP there is named by its parameters."""
+    experts, so that an MLP there is named by its parameters, in full beside a tower of images."""
     weights, modules = gpt_weights(model), dict[str, set[str]]()
     parameters: dict[str, set[str]] = {}
     for stack, table in FAMILIES[family].tables(model).items():
@@ -114,18 +143,24 @@ def _adapted(
                 named = down if target == "expert_down" else before
                 parameters.setdefault(named, set()).add(path)
             elif path.startswith("mlp/") and "experts" in model.layer_feed_forwards:
-                parameters.setdefault(name.removeprefix("mlp."), set()).add(path)
+                named = [name.removeprefix("mlp.")]
+                if text != TEXT:
+                    layers = layers_of(stack, model.layer_mixers, model.layer_feed_forwards)
+                    named = [f"{text}layers.{layer}.{name}" for layer in layers]
+                for one in named:
+                    parameters.setdefault(one, set()).add(path)
             else:
                 modules.setdefault(name.split(".")[-2], set()).add(path)
     return modules, parameters
 
 
 def peft_tensors(
-    arrays: Mapping[str, Any], dtype: Any, model: GPTConfig, family: str
+    arrays: Mapping[str, Any], dtype: Any, model: GPTConfig, family: str, text: str
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of adapter_model.safetensors: lora_A [rank, inputs] and lora_B [outputs, rank].
-    Where several weights are rows of one tensor, they share one adapter, whose rank is the sum of
-    their ranks. Adapters of experts are [experts * rank, inputs] and [outputs, rank * experts]."""
+    `text` is before the names of layers. Where several weights are rows of one tensor, they share
+    one adapter, whose rank is the sum of their ranks. Adapters of experts are
+    [experts * rank, inputs] and [outputs, rank * experts]."""
     tensors, weights, recurrences = {}, gpt_weights(model), recurrences_of(model)
     for stack, table in FAMILIES[family].tables(model).items():
         layers = layers_of(stack, model.layer_mixers, model.layer_feed_forwards)
@@ -134,7 +169,7 @@ def peft_tensors(
         for place, layer in enumerate(layers):
             for name, matrix in _of_experts(arrays, stack, place, model, family).items():
                 place_of_experts = f"{layer}.{FAMILIES[family].module_of_experts}"
-                tensors[f"{PREFIX}model.layers.{place_of_experts}.{name}"] = matrix.astype(dtype)
+                tensors[f"{PREFIX}{text}layers.{place_of_experts}.{name}"] = matrix.astype(dtype)
         names = dict.fromkeys(
             name
             for path, (name, _) in table.items()
@@ -160,7 +195,7 @@ def peft_tensors(
                 for letter, matrix in zip("AB", both, strict=True):
                     key = name.removesuffix("weight") + f"lora_{letter}.weight"
                     tensor = matrix.T.astype(dtype)
-                    tensors[f"{PREFIX}model.layers.{layer}.{key}"] = np.ascontiguousarray(tensor)
+                    tensors[f"{PREFIX}{text}layers.{layer}.{key}"] = np.ascontiguousarray(tensor)
     return tensors
 
 

@@ -24,6 +24,7 @@ from trainer.gpt.lora import (
     ADAPTER_FILE,
     peft_config,
     peft_tensors,
+    text_prefix,
 )
 from trainer.gpt.objective import NextToken
 from trainer.gpt.pretrained.config_json import describe, text_values
@@ -199,7 +200,8 @@ class Export:
         themselves, and the files beside them; returns the types of the tensors."""
         config, written = self.config, self.dtype
         if self.apart:
-            tensors = peft_tensors(dict(arrays), jnp.dtype(self.dtype), config.model, self.family)
+            dtype, text = jnp.dtype(self.dtype), text_prefix(config, self.family)
+            tensors = peft_tensors(dict(arrays), dtype, config.model, self.family, text)
             write_file(folder / ADAPTER_FILE, tensors)
         else:
             of_model = partial(places, model=config.model, family=self.family)

@@ -20,7 +20,9 @@ from trainer.gpt.pretrained.families.family import Family
 from trainer.gpt.pretrained.families.table import (
     FAMILIES,
     MULTIMODAL,
+    ONE_TIES,
     TEXT_PARTS,
+    UNSAID,
     scoring_class,
 )
 from trainer.gpt.pretrained.plain import plain
@@ -198,16 +200,24 @@ def text_values(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(inner, dict) or inner.get("model_type", inner_type) != inner_type:
         needed = f"an object with model_type {inner_type}"
         raise ConfigValues(values, name).wrong("text_config", needed, inner)
-    ties = "tie_word_embeddings"
-    if inner.get(ties, values.get(ties)) != values.get(ties, inner.get(ties)):
-        raise ConfigValues(values, name).wrong(ties, "that of text_config", values[ties])
-    outer = ("dtype", "torch_dtype", ties, "quantization_config")
+    outer = ("dtype", "torch_dtype", "quantization_config")
     return {
         **{key: values[key] for key in outer if key in values},
         **(inner if inner_type == model_type else _of_family(inner, inner_type, model_type, name)),
+        **_ties(values, inner, outer_type),
         "model_type": model_type,
         "architectures": [FAMILIES[model_type].architecture],
     }
+
+
+def _ties(values: Mapping[str, Any], inner: Mapping[str, Any], outer_type: str) -> dict[str, Any]:
+    """Whether the embedding is the head, as the whole model of transformers has it: its own value
+    counts where a file has both, and one of them is enough for a GLM."""
+    key = "tie_word_embeddings"
+    written = [x[key] for x in (values, inner) if key in x]
+    if outer_type in ONE_TIES and any(x is True for x in written):
+        return {key: True}
+    return {key: written[0]} if written else {}
 
 
 def _of_family(
@@ -219,7 +229,9 @@ def _of_family(
     read = with_defaults(written, inner_type, name).values
     ropes = (SCALING, THETA)
     rope = {key: x for key, x in read[NESTED].items() if key not in KEYS_OF_IMAGES}
+    rope = {SHARE: 1.0, **rope}
     read = {key: read[key] for key in keys.difference(ropes) & read.keys()}
+    read |= UNSAID.get(inner_type, {})
     return {**{key: x for key, x in inner.items() if key not in ropes}, **read, NESTED: rope}
 
 

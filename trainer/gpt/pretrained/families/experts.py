@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped
@@ -121,25 +121,46 @@ class ExpertLayers:
     def adapt(self, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
         """The tensors under the names that a model of this program needs. Qwen3.5 is published with
         one tensor [experts, 2 * hidden, width] for the gates and the projections up of all experts,
-        and transformers writes a tensor for each."""
+        Qwen3-VL with its transpose, and transformers writes a tensor for each."""
+        parts = list(_parts_of_fused(tensors, shapes))
+        # One of the two tensors of a layer may be square; both never are.
+        turned = {part.layer for part in parts if tensors.shapes[part.source][1:] != part.whole}
         fused: dict[str, tuple[Any, str]] = {}
-        used = set()
-        for name in shapes.keys() - tensors.shapes.keys():
-            if (of_one := _OF_ONE.fullmatch(name)) is None:
-                continue
-            layer, expert, which = of_one[1], int(of_one[2]), of_one[3]
-            source = f"{layer}.down_proj" if which == "down" else f"{layer}.gate_up_proj"
-            if which == "up" and source not in tensors.shapes:  # Of experts without gates.
-                source = f"{layer}.up_proj"
-            rows, columns = shapes[name]
-            count = 2 if source.endswith("gate_up_proj") else 1
-            shape = tensors.shapes.get(source, ())
-            if shape[1:] == (count * rows, columns) and shape[0] > expert:
-                before = rows if count == 2 and which == "up" else 0
-                rows_of_expert = _OfExpert(tensors.slices[source], expert, before)
-                fused[name] = rows_of_expert, tensors.dtypes[source]
-                used.add(source)
+        for part in parts:
+            is_turned = part.layer in turned
+            if tensors.shapes[part.source][1:] == part.whole[:: -1 if is_turned else 1]:
+                rows = _OfExpert(tensors.slices[part.source], part.expert, part.before, is_turned)
+                fused[part.name] = rows, tensors.dtypes[part.source]
+        used = {part.source for part in parts if part.name in fused}
         return replaced(tensors, shapes, fused, used)
+
+
+class _Part(NamedTuple):
+    """A tensor of one expert, as rows of a tensor of all experts."""
+
+    name: str
+    layer: str
+    expert: int
+    source: str
+    before: int
+    """Rows of the expert before it."""
+    whole: tuple[int, int]
+    """Rows and columns of the expert in the tensor of all, if that is not transposed."""
+
+
+def _parts_of_fused(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[_Part]:
+    for name in shapes.keys() - tensors.shapes.keys():
+        if (of_one := _OF_ONE.fullmatch(name)) is None:
+            continue
+        layer, expert, which = of_one[1], int(of_one[2]), of_one[3]
+        source = f"{layer}.down_proj" if which == "down" else f"{layer}.gate_up_proj"
+        if which == "up" and source not in tensors.shapes:  # Of experts without gates.
+            source = f"{layer}.up_proj"
+        rows, columns = shapes[name]
+        count = 2 if source.endswith("gate_up_proj") else 1
+        before = rows if count == 2 and which == "up" else 0
+        if source in tensors.shapes and tensors.shapes[source][0] > expert:
+            yield _Part(name, layer, expert, source, before, (count * rows, columns))
 
 
 def replaced(
@@ -161,13 +182,16 @@ def replaced(
 
 
 class _OfExpert:
-    """Some rows of one expert, from a tensor of all experts."""
+    """Some rows of one expert, from a tensor of all experts, or from its transpose."""
 
-    def __init__(self, tensor: Any, expert: int, before: int) -> None:
+    def __init__(self, tensor: Any, expert: int, before: int, is_turned: bool) -> None:
         self._tensor, self._expert, self._before = tensor, expert, before
+        self._is_turned = is_turned
 
     def __getitem__(self, index: tuple[slice, slice]) -> Shaped[np.ndarray, "rows columns"]:
         rows, columns = index
         rows = slice(rows.start + self._before, rows.stop + self._before)
         expert = slice(self._expert, self._expert + 1)
+        if self._is_turned:
+            return np.asarray(self._tensor[(expert, columns, rows)])[0].T
         return np.asarray(self._tensor[(expert, rows, columns)])[0]

@@ -7,6 +7,7 @@ from typing import Any
 from models.config import GPTConfig
 from startrail_jax.errors import UnsupportedError
 from trainer.gpt.pretrained.families.experts import (
+    BALANCE,
     COUNTS,
     DENSE,
     LOSSES,
@@ -82,14 +83,29 @@ MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "mistral3": "mistral",
+    "glm4v": "glm4",
+    "glm4v_moe": "glm4_moe",
 }
 """`model_type` of models of images and text -> the family of their text models."""
-TEXT_PARTS = {"qwen3_vl": "qwen3_vl_text"}
+TEXT_PARTS = {x: f"{x}_text" for x in ("qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")}
 """`model_type` of models of images and text -> `model_type` of their `text_config`, if it is no
 family."""
+TEXT_ALONE = ("qwen3_5", "qwen3_5_moe")
+"""`model_type` of those whose text model transformers takes alone from their folder, as
+`AutoModelForCausalLM`."""
+ONE_TIES = ("glm4v", "glm4v_moe")
+"""`model_type` of models whose embedding is the head if the file or its `text_config` says so."""
+UNSAID: dict[str, dict[str, Any]] = {
+    "glm4v_text": {"attention_bias": True},
+    # Its loss that balances experts is one of `output_router_logits`, which is refused.
+    "glm4v_moe_text": {"use_qk_norm": False, BALANCE: None},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
+"""`model_type` of a `text_config` -> what its models always have, whatever it says."""
 
 
 SCORING: dict[str, str | None] = {
