@@ -50,7 +50,10 @@ def greedy(folder: Path) -> int:
     generator = Generator(config, attention, Sampling(temperature=0.0), zero=0)
     with open_pretrained(config, generator.weight_shapes) as initial:
         weights = initial.read(generator.weight_shapes)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    auto = transformers.AutoModelForCausalLM
+    if transformers.AutoConfig.from_pretrained(folder).model_type in MULTIMODAL:
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
@@ -109,10 +112,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     for name in sys.argv[1:] or pretrained.CASES:
         folder = pretrained.REFERENCES / name
-        values = transformers.AutoConfig.from_pretrained(folder)
-        text = "text of models of images is left out"
-        if values.model_type not in MULTIMODAL:
-            text = f"{greedy(folder)} greedy tokens equal"
+        text = f"{greedy(folder)} greedy tokens equal"
         errors = training(folder)
         told = ", ".join(f"{key} {error:.1e}" for key, error in errors.items())
         print(f"{name}: {text}; losses of {STEPS} steps: {told}", flush=True)
