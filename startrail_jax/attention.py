@@ -27,20 +27,30 @@ from startrail_jax.calls.cache import (
     update_shards,
 )
 from startrail_jax.calls.explain import Explanation, explain_call
+from startrail_jax.calls.latents import (
+    check_latents,
+    decode_latent_shards,
+    decode_latents,
+    joined,
+    latent_call,
+)
 from startrail_jax.calls.on_devices import attend, attend_whole
 from startrail_jax.calls.score_checks import given_to_call, given_to_shards
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.trees import check_trees, int32_ends
 from startrail_jax.calls.validation import (
     check_causal,
+    check_segments,
     check_shards,
     check_static,
     check_whole,
+    ids_of_shards,
     refuse_unserved,
     served_call,
 )
 from startrail_jax.devices.axes import AxisNames, device_kind
 from startrail_jax.devices.degrees import SEQUENCE_ROLES
+from startrail_jax.rings.latents import Expansion
 from startrail_jax.rings.options import (
     OPTIONS,
     Backward,
@@ -51,7 +61,7 @@ from startrail_jax.rings.options import (
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from startrail_jax.rings.schedule import Schedule, for_trees, ring_offsets
 from startrail_jax.rings.score_units import ScoreInputs
-from startrail_jax.rings.sizes import Sizes, dtype_name
+from startrail_jax.rings.sizes import Sizes, dtype_name, sizes_of_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +205,7 @@ class Attention(Sharded):
         head_dim: int,
         kv_heads: int | None = None,
         value_head_dim: int | None = None,
+        latent_dim: int | None = None,
         dtype: DTypeLike = "bfloat16",
         packed: bool = False,
         kv_seq_len: int | None = None,
@@ -217,6 +228,7 @@ class Attention(Sharded):
             head_dim: channels of a query or key head.
             kv_heads: key heads, over all devices; None for as many as query heads.
             value_head_dim: channels of a value head; None for `head_dim`.
+            latent_dim: of `latent`, rank + rotary; None for keys and values.
             dtype: dtype of query, key and value.
             packed: whether there are segment ids.
             kv_seq_len: key tokens of the whole sequence; None for as many as query tokens.
@@ -236,10 +248,7 @@ class Attention(Sharded):
             batch=self.degrees.data,
             query_tokens=seq_len,
             key_tokens=seq_len if kv_seq_len is None else kv_seq_len,
-            heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=head_dim,
-            value_head_dim=head_dim if value_head_dim is None else value_head_dim,
+            **sizes_of_heads(heads, kv_heads, head_dim, value_head_dim, latent_dim),
             dtype=dtype_name(dtype),
             packed=packed or trees,
         )
@@ -455,14 +464,177 @@ class Attention(Sharded):
         ids = query_segments, query_segments if shared else key_segments
         return self._on_device(whole, query, key, value, *ids, kv_heads=kv_heads, trees=trees)
 
+    def latent(
+        self,
+        query: ArrayLike,
+        latent: ArrayLike,
+        rotated_key: ArrayLike | None,
+        key_kernel: ArrayLike,
+        value_kernel: ArrayLike,
+        *,
+        segment_ids: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
+        visible_until: ArrayLike | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Computes multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), in
+        which one latent of each token stands for the keys and values of all heads.
+
+            key of head n = [latent @ key_kernel[:, n], rotated_key],  value = latent @ value_kernel
+
+        Devices send each other latents, and gradients of latents, alone: `rank + rotary` numbers a
+        token in place of `heads * (head_dim + value_head_dim)`. A device makes the keys and values
+        of a unit as it arrives, for as many heads at a time as take 256 MiB, at least for one, and
+        in the backward pass again. With a head degree above 1, queries and outputs are exchanged,
+        and latents gathered.
+
+        Args:
+            query: [batch, seq, heads, head_dim] sharded as `query_spec(heads)`, as in a call. The
+                last `rotary` channels of a head meet `rotated_key`.
+            latent: [batch, kv_seq, rank] sharded as `sequence_spec`, in the order of `layout`.
+            rotated_key: [batch, kv_seq, rotary], sharded like latent: the part of the key that all
+                heads share, with its rotary positions; None if `head_dim` has no such part.
+            key_kernel: [rank, heads, head_dim - rotary] sharded over heads as the query is. It and
+                its gradient are float32 inside, whatever its dtype, and it is used in that of the
+                query.
+            value_kernel: [rank, heads, value_head_dim], likewise.
+            segment_ids, visible_until, return_lse: as in a call.
+
+        Returns:
+            out [batch, seq, heads, value_head_dim], and with `return_lse` lse, as in a call. Logits
+            are scaled by head_dim ** -0.5 unless this attention has a `scale`.
+
+        Raises:
+            ValueError: if shapes, dtypes or shardings do not fit each other or the mesh.
+            NotImplementedError: if an option is not supported, such as exchange="sparse".
+        """
+        check_static(return_lse=return_lse)
+        check_whole(self.mesh)
+        trees, attention = visible_until is not None, self
+        if trees:
+            check_trees(self.resolved_mask, segment_ids=segment_ids, slopes=None)
+            segment_ids = int32_ends(self, visible_until, np.shape(query)[:2])
+            attention = dataclasses.replace(self, padding_id=None)
+        self.resolved_mask.check_closed("latent")
+        arrays = query, latent, rotated_key, key_kernel, value_kernel
+        inputs, specs, given, given_specs = latent_call(
+            attention, self.resolved_mask, arrays, segment_ids
+        )
+        out, lse = attention._whole(specs, given_specs, given, *inputs, trees=trees)
+        return (out, lse) if return_lse else out
+
+    def latent_local(
+        self,
+        query: Array,
+        latent: Array,
+        rotated_key: Array | None,
+        key_kernel: Array,
+        value_kernel: Array,
+        query_segments: Array | None = None,
+        key_segments: Array | None = None,
+        *,
+        visible_until: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Computes one device's part of `latent`, inside a fully manual `shard_map` of the caller.
+
+        Args:
+            query: this device's shard [b, t, n, h].
+            latent, rotated_key: this device's shards [b, s, r] and [b, s, rotary] or None, the same
+                along `tensor`.
+            key_kernel, value_kernel: [r, n, h - rotary] and [r, n, v], of this device's heads.
+            query_segments, key_segments, visible_until: as in `local`.
+
+        Returns:
+            out [b, t, n, v] and lse [b, n, t], as `local` does.
+
+        Raises:
+            ValueError: if shapes or dtypes do not fit each other or the mesh.
+        """
+        trees = visible_until is not None
+        if trees:
+            ids = key_segments if query_segments is None else query_segments
+            check_trees(self.resolved_mask, segment_ids=ids, slopes=None)
+            query_segments = key_segments = visible_until
+        self.resolved_mask.check_closed("latent_local")
+        arrays = query, latent, rotated_key, key_kernel, value_kernel
+        rest = {"degrees": self.degrees, "layout": self.layout, "mask": self.resolved_mask}
+        check_latents(*arrays, **rest, shards=True)
+        check_segments(query, latent, ids_of_shards(query_segments, key_segments))
+        given = ScoreInputs(expansion=Expansion.of(key_kernel, value_kernel))
+        shared = query_segments is key_segments
+        if not trees:
+            query_segments, key_segments = self.mark_padding((query_segments, key_segments))
+        ids = query_segments, query_segments if shared else key_segments
+        shards = query, joined(latent, rotated_key), None, *ids
+        return self._on_device(given, *shards, kv_heads=self.degrees.tensor, trees=trees)
+
+    def latent_decode(
+        self,
+        query: ArrayLike,
+        cache: ArrayLike,
+        positions: ArrayLike,
+        key_kernel: ArrayLike,
+        value_kernel: ArrayLike,
+        *,
+        visible_until: ArrayLike | None = None,
+    ) -> Array:
+        """Computes latent attention of new tokens to a cache of latents: see `latent`, `decode`.
+
+        No keys and values are made: each query is multiplied by `key_kernel`, and meets the latents
+        themselves; what it finds is multiplied by `value_kernel` (the absorbed form of DeepSeek-V2,
+        arXiv 2405.04434, section 2.1.2). As many bytes are sent as in `decode`.
+
+        Args:
+            query: [batch, new, heads, head_dim], as for `decode`.
+            cache: [batch, slots, 1, rank + rotary] sharded as `key_spec(1)`: for each slot the
+                latent and then the rotated key, which `update_cache` writes.
+            positions, visible_until: as for `decode`.
+            key_kernel, value_kernel: as for `latent`.
+
+        Returns:
+            out [batch, new, heads, value_head_dim] in the dtype of query and sharded like it.
+
+        Raises:
+            ValueError, NotImplementedError: as `decode`.
+        """
+        arrays = query, cache, positions, key_kernel, value_kernel
+        return decode_latents(self, self.schedule, *arrays, visible_until=visible_until)
+
+    def latent_decode_local(
+        self,
+        query: Array,
+        cache: Array,
+        positions: Array,
+        key_kernel: Array,
+        value_kernel: Array,
+        *,
+        visible_until: Array | None = None,
+    ) -> Array:
+        """Computes one device's part of `latent_decode`, inside a fully manual `shard_map`.
+
+        Args:
+            query: the new tokens [b, t, n, h] of this device's rows and heads.
+            cache: this device's slots [b, s, 1, r + rotary].
+            positions: int32 [b, t].
+            key_kernel, value_kernel: [r, n, h - rotary] and [r, n, v], of this device's heads.
+            visible_until: integers [b, s] of this device's slots.
+
+        Returns:
+            out [b, t, n, v] of this device's queries, in the dtype of query.
+
+        Raises:
+            ValueError, NotImplementedError: as `decode`.
+        """
+        arrays = query, cache, positions, key_kernel, value_kernel
+        return decode_latent_shards(self, self.schedule, *arrays, visible_until)
+
     # `startrail_jax.testing` replaces these two by dense attention.
 
     def _whole(
         self,
-        specs: tuple[PartitionSpec, ...],
+        specs: tuple[Any, ...],
         given_specs: ScoreInputs,
         given: ScoreInputs,
-        *inputs: Array,
+        *inputs: Any,
         trees: bool,
     ) -> tuple[Array, Array]:
         return attend_whole(self, self._schedule_of(trees), specs, given_specs, given, *inputs)

@@ -783,10 +783,10 @@ class _Dense(Attention):
 
     def _whole(
         self,
-        specs: tuple[PartitionSpec, ...],
+        specs: tuple[Any, ...],
         given_specs: Any,
         given: Any,
-        *inputs: jax.Array,
+        *inputs: Any,
         trees: bool,
     ) -> tuple[jax.Array, jax.Array]:
         if given.scores is not None and given.scores.dropout is not None:
@@ -807,6 +807,8 @@ class _Dense(Attention):
         """Output and log-sum-exp, as `_reference` writes them, of replicated arrays."""
         query, key, value, *of_tokens = inputs
         dtype = query.dtype
+        if given.expansion is not None:
+            key, value = given.expansion.keys_and_values(key.astype(jnp.float32))
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         ids = (of_tokens[0], of_tokens[-1]) if of_tokens else None
         if ids is not None:  # Padding may be NaN.

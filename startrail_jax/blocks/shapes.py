@@ -16,6 +16,10 @@ KeyShard = Float[Array, "b s k h"]
 ValueShard = Float[Array, "b s k v"]
 OutShard = Float[Array, "b t n v"]
 
+# Latents with the rotated part of their keys, as one key head without values: see `rings.latents`.
+LatentShard = Float[Array, "b s 1 c"]
+KeyOrLatentShard = Float[Array, "b s k _"]
+
 # The log-sum-exp of each query and head: the natural logarithm of the sum of the exponentials of
 # the scaled logits. It has this one layout everywhere.
 LseShard = Float32[Array, "b n t"]

@@ -105,7 +105,17 @@ def decode_shards(
         slots=key_cache.shape[1] * attention.degrees.sequence,
     )
     arrays = query, key_cache, value_cache, positions
-    out, lse = _attend_slots(attention, schedule, *arrays, slopes, ends)
+    found = attend_slots(attention, schedule, *arrays, slopes, ends)
+    return merge_slots(attention, *found, sinks).astype(query.dtype)
+
+
+def merge_slots(
+    attention: Sharded,
+    out: Float32[Array, "b t n v"],
+    lse: LseShard,
+    sinks: Float[Array, " n"] | None = None,
+) -> Float32[Array, "b t n v"]:
+    """The attention to the slots of all devices, from what each found in its own."""
     ranks = flat_axis(attention.axes, SEQUENCE_ROLES)
     # Any number would do in its place, so that it needs no gradient.
     highest = collectives.maximum(jax.lax.stop_gradient(lse), ranks)
@@ -115,7 +125,7 @@ def decode_shards(
     total = both[..., -1:]
     if sinks is not None:
         total += rows(jnp.exp(sinks.astype(jnp.float32)[None, :, None] - highest))
-    return (both[..., :-1] / total).astype(query.dtype)
+    return both[..., :-1] / total
 
 
 def update(attention: Sharded, cache: ArrayLike, new: ArrayLike, positions: ArrayLike) -> Array:
@@ -160,7 +170,7 @@ def update_shards(
     return cache.at[index].set(new, mode="drop")
 
 
-def _attend_slots(
+def attend_slots(
     attention: Sharded,
     schedule: Schedule,
     q: QueryShard,

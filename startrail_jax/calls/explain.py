@@ -18,6 +18,7 @@ from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.rings.balance import in_zigzag
 from startrail_jax.rings.choices import choose
 from startrail_jax.rings.head_chunks import check_head_chunks
+from startrail_jax.rings.latents import heads_at_once
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse import sparse_cases, sparse_request
@@ -121,6 +122,8 @@ class Explanation:
     """Number of rounds of an inner cycle of a double ring; 1 for a single ring."""
     head_chunks: int
     """Number of parts of the heads, each of which goes through all rounds."""
+    heads_at_once: int | None
+    """With latents, the number of heads whose keys and values a device makes at a time."""
     travels: str
     """Side that travels round the ring in the backward pass: "query" or "kv"."""
     mask: Mask
@@ -163,6 +166,11 @@ class Explanation:
             lines.append(
                 f"  {self.rounds} ring rounds{cycles} of {self.query_tokens} queries by "
                 f"{self.key_tokens} keys{parts}; in the backward pass {self.travels} travels"
+            )
+        if self.heads_at_once is not None:
+            lines.append(
+                "  keys and values are made of latents as these arrive, for "
+                f"{self.heads_at_once} heads at a time"
             )
         if not isinstance(self.mask, (Full, Causal)):
             lines.append(f"  exchange {self.exchange!r}: {self.why}")
@@ -273,5 +281,13 @@ def explain(
         rounds=1 if is_sparse else len(ring_offsets(schedule, seq_len)),
         inner=schedule.inner,
         head_chunks=schedule.head_chunks,
+        heads_at_once=None
+        if share.latent_dim is None
+        else heads_at_once(
+            share.heads,
+            share.batch * share.key_tokens * schedule.group.degree,
+            share.head_dim + share.value_head_dim,
+            share.width,
+        ),
         travels=schedule.travels(share),
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from startrail_jax.calls.explain import warn_of_balance
@@ -31,14 +30,14 @@ from startrail_jax.rings.work import advice_on_balance
 def attend_whole(
     attention: Sharded,
     schedule: Schedule,
-    specs: tuple[PartitionSpec, ...],
+    specs: tuple[Any, ...],
     given_specs: ScoreInputs,
     given: ScoreInputs,
-    *inputs: Array,
+    *inputs: Any,
 ) -> tuple[Array, Array]:
     """The attention of whole arrays, after all checks: out and lse."""
 
-    def on_device(given: ScoreInputs, *shards: Array) -> tuple[Array, Array]:
+    def on_device(given: ScoreInputs, *shards: Any) -> tuple[Array, Array]:
         ids: Any = (shards[3], shards[-1]) if shards[3:] else (None, None)
         return attend(attention, schedule, given, *shards[:3], *ids, kv_heads=inputs[1].shape[2])
 
@@ -56,7 +55,7 @@ def attend(
     given: ScoreInputs,
     query: Array,
     key: Array,
-    value: Array,
+    value: Array | None,
     query_ids: Array | None,
     key_ids: Array | None,
     *,
@@ -67,10 +66,19 @@ def attend(
     if query_ids is not None:
         query = without_padding(query, query_ids)
     if key_ids is not None:
-        key, value = (without_padding(x, key_ids) for x in (key, value))
+        hide = functools.partial(without_padding, ids=key_ids)
+        key, value = jax.tree.map(hide, (key, value))
     padded = query_ids
     schedule, given = score_units.of_device(schedule, given, query, axes)
-    schedule = _exchanging(attention, schedule, query, key, value, query_ids, kv_heads)
+    here = Sizes.of(
+        query,
+        key,
+        value,
+        packed=query_ids is not None,
+        id_arrays=schedule.id_arrays,
+        expansion=given.expansion,
+    )
+    schedule = _exchanging(attention, schedule, here, kv_heads)
     ranks = flat_axis(axes, SEQUENCE_ROLES)
     if schedule.near is not None:
         assert query_ids is not None
@@ -83,7 +91,7 @@ def attend(
     balances, shared = schedule.balance == "exchange", query_ids is key_ids
     if balances:
         schedule = in_zigzag(schedule)
-        query, key, value = (to_zigzag(ranks, x) for x in (query, key, value))
+        query, key, value = jax.tree.map(lambda x: to_zigzag(ranks, x), (query, key, value))
         if query_ids is not None and key_ids is not None:
             query_ids = to_zigzag(ranks, query_ids)
             key_ids = query_ids if shared else to_zigzag(ranks, key_ids)
@@ -91,7 +99,8 @@ def attend(
         tensor = axes["tensor"]
         parts = 1 if schedule.exchange == "sparse" else degrees.head
         needed = collectives.needed_heads(kv_heads, parts, tensor)
-        key, value = (collectives.copy_heads(x, needed, tensor) for x in (key, value))
+        copied = lambda x: collectives.copy_heads(x, needed, tensor)  # noqa: E731
+        key, value = jax.tree.map(copied, (key, value))
     out, lse = vjp.sharded_attention(schedule, query, key, value, query_ids, key_ids, given)
     if balances:
         out, lse = from_zigzag(ranks, out), from_zigzag(ranks, lse, 2)
@@ -100,18 +109,9 @@ def attend(
     return out, lse
 
 
-def _exchanging(
-    attention: Sharded,
-    schedule: Schedule,
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Array | None,
-    kv_heads: int,
-) -> Schedule:
-    """The schedule whose `exchange` and `balance` are chosen, for arrays of one device."""
+def _exchanging(attention: Sharded, schedule: Schedule, here: Sizes, kv_heads: int) -> Schedule:
+    """The schedule whose `exchange` and `balance` are chosen, for the sizes of one device."""
     degrees, asked = attention.degrees, schedule.balance
-    here = Sizes.of(query, key, value, packed=segments is not None, id_arrays=schedule.id_arrays)
     sizes = dataclasses.replace(
         here,
         batch=degrees.data,  # Both choices are the same for every batch, also a symbolic one.

@@ -47,15 +47,15 @@ def served_call(
     if all(x.ndim == 4 for x in inputs):
         valid = valid_keys(mask, *inputs[:2], causal=of_scores.causal)
         segment_ids = attention.mark_padding(segment_ids)
-        _check_segments(inputs[0], inputs[1], _shapes_of_ids(inputs, segment_ids))
+        check_segments(inputs[0], inputs[1], _shapes_of_ids(inputs, segment_ids))
         if valid is not None:
             segment_ids = hide_keys(attention, valid, segment_ids)
         if pads_keys and isinstance(of_scores, masks.Full):
             inputs, segment_ids = pad_keys(attention, inputs, segment_ids)
         _warn_of_dimensions(*inputs[:2])
     check_arrays(*inputs, degrees=attention.degrees, layout=attention.layout, mask=of_scores)
-    ids = _segment_arrays(attention, inputs, segment_ids)
-    _check_segments(inputs[0], inputs[1], ids)
+    ids = segment_arrays(attention, inputs, segment_ids)
+    check_segments(inputs[0], inputs[1], ids)
     inputs += ids
     heads, kv_heads = inputs[0].shape[2], inputs[1].shape[2]
     specs = (
@@ -119,7 +119,7 @@ def _is_precision(value: Any) -> bool:
     return all(x is None or isinstance(x, jax.lax.Precision) or x in names for x in given)
 
 
-def _segment_arrays(
+def segment_arrays(
     attention: Sharded, inputs: tuple[Array, ...], segment_ids: Any
 ) -> tuple[Array, ...]:
     """The segment ids of checked inputs as JAX arrays: none, one, or those of both sides."""
@@ -177,7 +177,7 @@ def check_arrays(
             f"query, key and value must have one dtype of {DTYPES}; got {', '.join(dtypes)}. "
             "Cast them, or pass dtype=."
         )
-    _check_segments(query, key, ids)
+    check_segments(query, key, ids)
     sizes = Sizes.of(query, key, value, packed=bool(ids))
     sizes.check(degrees, mask=mask, layout=layout)
 
@@ -192,7 +192,7 @@ def _fit(query: Any, key: Any, value: Any) -> bool:
     )
 
 
-def _check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
+def check_segments(query: Any, key: Any, ids: tuple[Any, ...]) -> None:
     wanted = (query.shape[:2], key.shape[:2])
     if len(ids) > 2 or (len(ids) == 1 and wanted[0] != wanted[1]):
         raise InputError(
@@ -212,19 +212,24 @@ def check_shards(
     query: Any, key: Any, value: Any, query_ids: Any, key_ids: Any, *, degrees: Degrees, **rest: Any
 ) -> None:
     """The checks of a call, for what one device holds; messages give the sizes of whole arrays."""
-    if (query_ids is None) != (key_ids is None):
-        raise InputError(
-            "query_segments and key_segments must be given both or neither; got only one. "
-            "Pass the same array twice where queries and keys are the same tokens."
-        )
+    ids = ids_of_shards(query_ids, key_ids)
 
     def whole(x: Any) -> jax.ShapeDtypeStruct:
         sizes = (degrees.data, degrees.sequence, degrees.tensor, 1)
         shape = tuple(n * size for n, size in zip(x.shape, sizes, strict=False))
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    ids = () if query_ids is None else (query_ids, key_ids)
     check_arrays(*map(whole, (query, key, value, *ids)), degrees=degrees, **rest)
+
+
+def ids_of_shards(query_ids: Any, key_ids: Any) -> tuple[Any, ...]:
+    """The segment ids of one device: none, or those of both sides."""
+    if (query_ids is None) != (key_ids is None):
+        raise InputError(
+            "query_segments and key_segments must be given both or neither; got only one. "
+            "Pass the same array twice where queries and keys are the same tokens."
+        )
+    return () if query_ids is None else (query_ids, key_ids)
 
 
 def check_causal(is_causal: bool, mask: masks.Mask) -> None:
@@ -322,14 +327,7 @@ def check_decode(
     slots: int,
 ) -> None:
     """Raises a ValueError unless new tokens and a cache fit each other, whole or of one device."""
-    mask.check_closed("decode")
-    if not mask.causal:
-        given = "causal=False" if isinstance(mask, masks.Full) else f"mask={mask}"
-        raise InputError(
-            "decode needs a causal attention, which sees no slots that are not filled yet; "
-            f"got an instance with {given}. Build Attention(mesh, causal=True), or combine its "
-            "mask with masks.Causal()."
-        )
+    check_causal_decode(mask)
     shapes = f"query {query.shape}, key_cache {key.shape}, value_cache {value.shape}"
     are_four = query.ndim == key.ndim == value.ndim == 4
     if not are_four or not _fit(query, key, value) or query.shape[2] % key.shape[2]:
@@ -344,8 +342,20 @@ def check_decode(
             "query, key_cache and value_cache must have one dtype of floats; got "
             f"{', '.join(dtypes)}. Cast the query."
         )
-    _check_positions(positions, query.shape[:2])
+    check_positions(positions, query.shape[:2])
     layout.check_length(slots, "slots")
+
+
+def check_causal_decode(mask: masks.Mask) -> None:
+    """Raises a ValueError unless an attention can decode."""
+    mask.check_closed("decode")
+    if not mask.causal:
+        given = "causal=False" if isinstance(mask, masks.Full) else f"mask={mask}"
+        raise InputError(
+            "decode needs a causal attention, which sees no slots that are not filled yet; "
+            f"got an instance with {given}. Build Attention(mesh, causal=True), or combine its "
+            "mask with masks.Causal()."
+        )
 
 
 def check_update(
@@ -367,11 +377,11 @@ def check_update(
             f"A cache of {cache.dtype} must be written with whole numbers, as floats would be cut "
             f"off; got new {new.dtype}. Quantise them, or use a cache of {new.dtype}."
         )
-    _check_positions(positions, new.shape[:2])
+    check_positions(positions, new.shape[:2])
     layout.check_length(slots, "slots")
 
 
-def _check_positions(positions: Any, shape: tuple[int, ...]) -> None:
+def check_positions(positions: Any, shape: tuple[int, ...]) -> None:
     if positions.shape != shape or positions.dtype != jnp.int32:
         raise InputError(
             f"positions must be int32 [batch, new] = {list(shape)}; got {positions.dtype} "

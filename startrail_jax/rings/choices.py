@@ -55,6 +55,8 @@ def choose_exchange(schedule: Schedule, degrees: Degrees, sizes: Sizes) -> tuple
     reason = why_not_sparse(schedule.mask, schedule.layout, sizes.query_tokens)
     if "bias" in schedule.scores:
         reason = "the columns of a bias lie where the rings bring their keys"
+    if sizes.latent_dim is not None:
+        reason = "latents are expanded where the rings bring them"
     if schedule.published:
         reason = "published=True is the schedule of the paper"
     if schedule.exchange == "sparse":

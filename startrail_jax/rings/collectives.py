@@ -185,10 +185,9 @@ exchange_keys.defvjp(
 )
 
 
-def repeat_heads(heads: int, *arrays: Float[Array, "b s k _"]) -> tuple[Array, ...]:
-    """Repeats each of the k heads of some arrays `heads / k` times, as `copy_heads` does."""
-    copied = jnp.arange(heads) // (heads // arrays[0].shape[2])
-    return tuple(copy_heads(x, copied, Axis((), 1)) for x in arrays)
+def repeat_heads(heads: int, x: Float[Array, "b s k h"]) -> Float32[Array, "b s n h"]:
+    """Repeats each of the k heads of an array `heads / k` times, as `copy_heads` does."""
+    return copy_heads(x, jnp.arange(heads) // (heads // x.shape[2]), Axis((), 1))
 
 
 def needed_heads(num_heads: int, parts: int, tensor: Axis) -> Int32[Array, " parts"]:

@@ -21,6 +21,7 @@ from startrail_jax.blocks import softmax
 from startrail_jax.blocks.base import Pair
 from startrail_jax.blocks.softmax import Partials, log_sum, merge_precisely, rows
 from startrail_jax.rings import collectives, score_units
+from startrail_jax.rings.latents import Expanding
 from startrail_jax.rings.residuals import CHECKPOINT_NAMES, Rows, row_gradients
 from startrail_jax.rings.ring_loop import UNROLLED_ROUNDS, as_float32, circulate
 from startrail_jax.rings.schedule import Schedule, ring_offsets
@@ -51,26 +52,38 @@ class Concentric:
     seq_len: int
     """Tokens of the whole sequence."""
     scale: float
-    block: blocks.Block
+    block: blocks.Block | Expanding
     by_query: bool
     """Whether the query side travels in the backward pass."""
 
     @classmethod
-    def of(cls, schedule: Schedule, kept: Any, *, gathered: bool = False) -> Concentric:
+    def of(
+        cls, schedule: Schedule, kept: Any, given: ScoreInputs, *, gathered: bool = False
+    ) -> Concentric:
         """See `Transport.of`: `kept` are the shards of this device or, if gathered, its units."""
         q, k, v, segments, _ = kept
-        share = Sizes.of(q, k, v, packed=segments is not None, id_arrays=schedule.id_arrays)
+        share = Sizes.of(
+            q,
+            k,
+            v,
+            packed=segments is not None,
+            id_arrays=schedule.id_arrays,
+            expansion=given.expansion,
+        )
         if gathered:
             share = dataclasses.replace(
                 share,
                 query_tokens=share.query_tokens // schedule.team.degree,
                 key_tokens=share.key_tokens // schedule.group.degree,
             )
+        block: Any = blocks.select(schedule.backend, schedule.request(share))
+        if given.expansion is not None:
+            block = Expanding(block, given.expansion)
         return cls(
             schedule=schedule,
             seq_len=share.query_tokens * schedule.num_shards,
             scale=q.shape[-1] ** -0.5 if schedule.scale is None else float(schedule.scale),
-            block=blocks.select(schedule.backend, schedule.request(share)),
+            block=block,
             by_query=schedule.travels(share) == "query",
         )
 
@@ -129,6 +142,8 @@ class Concentric:
         schedule, (q, k, v, query_ids, key_ids) = self.schedule, kept
         gathers = not schedule.keep_gathered
         keys_travel = schedule.ring.degree > 1 and not self.by_query
+        # Or XLA would keep what was expanded of them.
+        keys_travel |= isinstance(self.block, Expanding)
         if gathers and schedule.team.degree > 1:
             q, query_ids = recompute_in_backward((q, query_ids), dout, lse)
         if keys_travel or (gathers and schedule.group.degree > 1):
@@ -152,7 +167,7 @@ class Concentric:
             query_ids,
         )
 
-        def gradients(queries: Any, keys: Any, into: Any, **distance: Any) -> tuple[Array, ...]:
+        def gradients(queries: Any, keys: Any, into: Any, **distance: Any) -> tuple[Any, ...]:
             q, dout, lse, delta, query_ids = queries
             k, v, key_ids = keys
             units = q, k, query_ids, key_ids
@@ -268,8 +283,10 @@ def _key_unit(schedule: Schedule, x: Array | None) -> Array | None:
     return schedule.sort(x, schedule.key_ranks, 1)
 
 
-def _key_gradient(schedule: Schedule, dx: Array, dtype: Any) -> Array:
+def _key_gradient(schedule: Schedule, dx: Array | None, dtype: Any) -> Array | None:
     """The way back of `_key_unit`: sums over the members of a group, each at its owner."""
+    if dx is None:
+        return None
     dx, sent_in = schedule.unsort(dx, schedule.key_ranks, 1), schedule.gradient_dtype
     axis = schedule.group
     if schedule.published:

@@ -31,20 +31,20 @@ def check_head_chunks(head_chunks: int, kv_heads: int) -> None:
 
 
 def in_chunks(
-    attend: Callable[[int, Array, Array, Array], tuple[Array, Array]],
+    attend: Callable[[int, Array, Array, Array | None], tuple[Array, Array]],
     head_chunks: int,
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
 ) -> tuple[Array, Array]:
     """Attention of all heads, chunk by chunk: out [b, t, n, v] and lse [b, n, t].
 
     A chunk begins when the last but one is done, in both passes, so that `AT_ONCE` of them take
     memory at a time. `attend` gets the number of a chunk's first query head, and its q
     [b, t, n, h], k [b, s, k, h] and v [b, s, k, v]; it gives out and lse. Neighbouring heads share
-    a key head.
+    a key head. Latents have no v, and one key head, which is one chunk.
     """
-    if head_chunks == 1:
+    if head_chunks == 1 or v is None:
         return attend(0, q, k, v)
     found: list[tuple[Array, Array]] = []
     for chunk in zip(*(jnp.split(x, head_chunks, 2) for x in (q, k, v)), strict=True):

@@ -20,6 +20,7 @@ from startrail_jax.blocks.shapes import QueryShard
 from startrail_jax.blocks.visibility import Visibility
 from startrail_jax.devices.degrees import Axis
 from startrail_jax.rings import collectives
+from startrail_jax.rings.latents import Expansion
 from startrail_jax.rings.schedule import Schedule
 from startrail_jax.xla.varying import alike
 
@@ -32,15 +33,17 @@ class ScoreInputs(NamedTuple):
     """The length of the prefix of each row, int32 [b]."""
     sinks: Any = None
     """The logit of each head that counts in its denominator, float32 [n]."""
+    expansion: Expansion | None = None
+    """The matrices that make keys and values, if the keys of the call are latents."""
 
     def of_heads(self, first: int, heads: int) -> ScoreInputs:
         """The same for `heads` of the query heads, from number `first` on."""
-        scores, prefix, sinks = self
+        scores, prefix, sinks, expansion = self
         if scores is not None:
             scores = scores.of_heads(first, heads)
         if sinks is not None:
             sinks = sinks[first : first + heads]
-        return ScoreInputs(scores, prefix, sinks)
+        return ScoreInputs(scores, prefix, sinks, expansion)
 
 
 NO_SCORES = ScoreInputs()
@@ -55,7 +58,7 @@ def of_device(
     queries; a dropout that does not know its rows and heads yet; and this device's prefixes. The
     schedule comes back knowing what is given.
     """
-    scores, prefix, sinks = given
+    scores, prefix, sinks, expansion = given
     if scores is None and sinks is None:
         return schedule, given
     row, head = (
@@ -65,14 +68,15 @@ def of_device(
     if sinks is not None:
         sinks = _part(sinks, head, q.shape[2])
     if scores is None:
-        return schedule, ScoreInputs(scores, prefix, sinks)
+        return schedule, ScoreInputs(scores, prefix, sinks, expansion)
     slopes, dropout = scores.slopes, scores.dropout
     if slopes is not None:
         slopes = _part(slopes, head, q.shape[2])
     if dropout is not None:
         dropout = dataclasses.replace(dropout, first_row=row, first_head=head)
     scores = dataclasses.replace(scores, slopes=slopes, dropout=dropout)
-    return dataclasses.replace(schedule, scores=scores.given), ScoreInputs(scores, prefix, sinks)
+    given = ScoreInputs(scores, prefix, sinks, expansion)
+    return dataclasses.replace(schedule, scores=scores.given), given
 
 
 def of_units(schedule: Schedule, given: ScoreInputs, q: QueryShard) -> ScoreInputs:
@@ -83,14 +87,17 @@ def of_units(schedule: Schedule, given: ScoreInputs, q: QueryShard) -> ScoreInpu
     team, a device receives (H - 1) / H of its share of the bias, or H - 1 shares if all heads have
     one, and then (A - 1) / A. Gradients go back, summed where a bias serves several rows or heads.
     """
-    scores, prefix, sinks = given
-    if scores is None and sinks is None:
+    scores, prefix, sinks, expansion = given
+    if scores is None and sinks is None and expansion is None:
         return given
     first = collectives.index(schedule.head) * q.shape[2]
+    if expansion is not None:
+        marked = Expansion(*alike(*expansion, q)[:2])
+        expansion = Expansion(*(_part(x, first, q.shape[2], 1) for x in marked))
     if sinks is not None:
         sinks = _part(alike(sinks, q)[0], first, q.shape[2])
     if scores is None:
-        return ScoreInputs(scores, prefix, sinks)
+        return ScoreInputs(scores, prefix, sinks, expansion)
     slopes, bias, dropout = scores.slopes, scores.bias, scores.dropout
     if slopes is not None:
         slopes = _part(alike(slopes, q)[0], first, q.shape[2])
@@ -99,7 +106,7 @@ def of_units(schedule: Schedule, given: ScoreInputs, q: QueryShard) -> ScoreInpu
     if dropout is not None:
         dropout = dataclasses.replace(dropout, first_head=dropout.first_head + first)
     scores = dataclasses.replace(scores, slopes=slopes, bias=bias, dropout=dropout)
-    return ScoreInputs(scores, prefix, sinks)
+    return ScoreInputs(scores, prefix, sinks, expansion)
 
 
 def _place_bias(schedule: Schedule, x: Float[Array, "b n t c"]) -> Float[Array, "b _ _ _"]:
@@ -116,9 +123,9 @@ def _place_bias(schedule: Schedule, x: Float[Array, "b n t c"]) -> Float[Array, 
     return x.reshape(*x.shape[:3], -1)
 
 
-def _part(x: Array, first: Any, size: int) -> Array:
+def _part(x: Array, first: Any, size: int, dim: int = 0) -> Array:
     """`size` numbers of an array, from number `first` on."""
-    return x if size == x.shape[0] else lax.dynamic_slice_in_dim(x, first, size)
+    return x if size == x.shape[dim] else lax.dynamic_slice_in_dim(x, first, size, dim)
 
 
 def visibility_and_scores(
@@ -135,7 +142,7 @@ def visibility_and_scores(
     key_len = k.shape[1]
     kv_seq_len = key_len * schedule.num_shards // schedule.group.degree
     visibility = schedule.visibility(seq_len, device, *ids, kv_seq_len=kv_seq_len, **distance)
-    scores, prefix, _ = given
+    scores, prefix, *_ = given
     if prefix is not None:
         mask = visibility.mask.given(prefix[:, None, None])
         visibility = dataclasses.replace(visibility, mask=mask)

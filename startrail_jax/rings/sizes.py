@@ -46,10 +46,23 @@ class Sizes:
     """Whether each token has an int32 segment id."""
     id_arrays: int = 1
     """How many int32 numbers a token has then."""
+    latent_dim: int | None = None
+    """Channels of a latent with the rotated part of its key, which takes the place of keys and
+    values of all heads, as one key head; None if there are keys and values."""
 
     @classmethod
-    def of(cls, query: Any, key: Any, value: Any, *, packed: bool, id_arrays: int = 1) -> Sizes:
-        """The sizes of three arrays, or of anything else with `shape` and `dtype`."""
+    def of(
+        cls,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        packed: bool,
+        id_arrays: int = 1,
+        expansion: Any = None,
+    ) -> Sizes:
+        """The sizes of three arrays, or of anything else with `shape` and `dtype`. With an
+        `expansion` (`rings.latents`), the keys are latents, and there are no values."""
         return cls(
             batch=query.shape[0],
             query_tokens=query.shape[1],
@@ -57,10 +70,11 @@ class Sizes:
             heads=query.shape[2],
             kv_heads=key.shape[2],
             head_dim=query.shape[3],
-            value_head_dim=value.shape[3],
+            value_head_dim=(value if expansion is None else expansion.values).shape[-1],
             dtype=query.dtype.name,
             packed=packed,
             id_arrays=id_arrays,
+            latent_dim=None if expansion is None else key.shape[3],
         )
 
     def check(self, degrees: Degrees, *, mask: Mask, layout: Layout | None = None) -> None:
@@ -133,9 +147,16 @@ class Sizes:
 
     @property
     def key_value_bytes(self) -> int:
-        """Bytes of key and value together."""
-        channels = self.head_dim + self.value_head_dim
+        """Bytes of key and value together, or of the latents."""
+        channels = sum(self.key_channels)
         return self.batch * self.key_tokens * self.kv_heads * channels * self.width
+
+    @property
+    def key_channels(self) -> tuple[int, ...]:
+        """Channels of the arrays that a key head has: key and value, or latents."""
+        if self.latent_dim is not None:
+            return (self.latent_dim,)
+        return self.head_dim, self.value_head_dim
 
     @property
     def query_id_bytes(self) -> int:
@@ -188,6 +209,32 @@ def check_heads(degrees: Degrees, heads: int, kv_heads: int) -> None:
             f"kv_heads and head * tensor must divide one another; got {given}. "
             f"Choose degrees whose product divides {kv_heads} or is a multiple of it."
         )
+
+
+def sizes_of_heads(
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    value_head_dim: int | None,
+    latent_dim: int | None,
+) -> dict[str, Any]:
+    """What `explain` and `communication` are given of heads, as fields of `Sizes`."""
+    if latent_dim is not None:
+        _check_positive("latent_dim", latent_dim)
+        if kv_heads not in (None, 1):
+            raise InputError(
+                "A latent serves all heads, as one key head does; got "
+                f"latent_dim={latent_dim}, kv_heads={kv_heads}. Use kv_heads=1, or leave "
+                "latent_dim out."
+            )
+        kv_heads = 1
+    return dict(
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        value_head_dim=head_dim if value_head_dim is None else value_head_dim,
+        latent_dim=latent_dim,
+    )
 
 
 def dtype_name(dtype: Any) -> str:

@@ -127,7 +127,9 @@ class Sparse:
     rank: Any
 
     @classmethod
-    def of(cls, schedule: Schedule, kept: Any, *, gathered: bool = False) -> Sparse:
+    def of(
+        cls, schedule: Schedule, kept: Any, given: ScoreInputs, *, gathered: bool = False
+    ) -> Sparse:
         """See `Transport.of`."""
         q, k, v, segments, _ = kept[0] if gathered else kept
         share = Sizes.of(q, k, v, packed=segments is not None)

@@ -396,8 +396,7 @@ class Steps:
             return []
         # What is summed is as it was before the head exchange.
         row = share.batch * (share.key_tokens // self.degrees.head) * self.kv_heads * _FLOAT32
-        head_dims = (share.head_dim, share.value_head_dim)
-        size = sum(all_reduce_bytes(row * head_dim, tensor) for head_dim in head_dims)
+        size = sum(all_reduce_bytes(row * channels, tensor) for channels in share.key_channels)
         return [_copies("replica sum", "all_reduce", "tensor", 1, size)]
 
 

@@ -31,8 +31,8 @@ from jaxtyping import Array
 
 from startrail_jax.blocks import softmax
 from startrail_jax.blocks.shapes import (
+    KeyOrLatentShard,
     KeySegments,
-    KeyShard,
     LseShard,
     OutShard,
     QuerySegments,
@@ -43,6 +43,7 @@ from startrail_jax.rings import collectives, score_units
 from startrail_jax.rings.concentric import Concentric
 from startrail_jax.rings.derivatives import without_derivative
 from startrail_jax.rings.head_chunks import check_head_chunks, in_chunks
+from startrail_jax.rings.latents import Expansion
 from startrail_jax.rings.residuals import EXCHANGED_OUT, Rows, named
 from startrail_jax.rings.ring_loop import as_float32
 from startrail_jax.rings.schedule import Schedule
@@ -54,8 +55,8 @@ from startrail_jax.xla.varying import alike, is_replicated
 def sharded_attention(
     schedule: Schedule,
     q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
+    k: KeyOrLatentShard,
+    v: ValueShard | None,
     query_segments: QuerySegments | None = None,
     key_segments: KeySegments | None = None,
     given: ScoreInputs = NO_SCORES,
@@ -69,11 +70,11 @@ def sharded_attention(
     if schedule.exchange == "sparse":
         schedule = schedule.alone
     check_head_chunks(schedule.head_chunks, max(k.shape[2] // schedule.head.degree, 1))
-    if is_replicated(k, q) or is_replicated(v, q):
+    if any(x is not None and is_replicated(x, q) for x in (k, v)):
         k, v = as_float32((k, v))
     q, k, v = alike(q, k, v)
 
-    def attend(first: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def attend(first: int, q: Array, k: Array, v: Array | None) -> tuple[Array, Array]:
         here = given.of_heads(first, q.shape[2])
         return _attend_heads(schedule, q, k, v, query_segments, key_segments, here)
 
@@ -83,18 +84,19 @@ def sharded_attention(
 def _attend_heads(
     schedule: Schedule,
     q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
+    k: KeyOrLatentShard,
+    v: ValueShard | None,
     query_segments: QuerySegments | None,
     key_segments: KeySegments | None,
     given: ScoreInputs,
 ) -> tuple[OutShard, LseShard]:
     """Steps 0 to 5 for some heads, or all."""
     head = schedule.head
+    dtype = q.dtype
     if k.shape[2] < head.degree:
-        k, v = collectives.repeat_heads(head.degree, k, v)
+        k, v = jax.tree.map(lambda x: collectives.repeat_heads(head.degree, x), (k, v))
     q = collectives.exchange(q, head, split=2, concat=1)
-    k, v = (collectives.exchange_keys(x, head, q.dtype) for x in (k, v))
+    k, v = jax.tree.map(lambda x: collectives.exchange_keys(x, head, dtype), (k, v))
     shared = query_segments is key_segments
     if query_segments is not None:
         query_segments = collectives.gather(query_segments, head, 1)
@@ -116,7 +118,9 @@ class Transport(Protocol):
     q, k, v and the segment ids of queries and of keys, with k and v in the dtype of q."""
 
     @classmethod
-    def of(cls, schedule: Schedule, kept: Any, *, gathered: bool = False) -> Transport:
+    def of(
+        cls, schedule: Schedule, kept: Any, given: ScoreInputs, *, gathered: bool = False
+    ) -> Transport:
         """The transport of one call, from the shards of a device or from the result of `gather`."""
         ...
 
@@ -149,17 +153,17 @@ def _transport(schedule: Schedule) -> type[Transport]:
 def _forward(
     schedule: Schedule,
     q: QueryShard,
-    k: KeyShard,
-    v: ValueShard,
+    k: KeyOrLatentShard,
+    v: ValueShard | None,
     query_segments: QuerySegments | None,
     key_segments: KeySegments | None,
     given: ScoreInputs = NO_SCORES,
 ) -> tuple[OutShard, LseShard, LseShard | None]:
     """Steps 1 to 4; returns what `Transport.attend` does. Keys and values are used in the dtype of
     q; their gradients have the dtype that they come in."""
-    k, v = (x.astype(q.dtype) for x in (k, v))
+    k, v = jax.tree.map(lambda x: x.astype(q.dtype), (k, v))
     shards = q, k, v, query_segments, key_segments
-    transport = _transport(schedule).of(schedule, shards)
+    transport = _transport(schedule).of(schedule, shards, given)
     return transport.attend(transport.gather(shards), given)
 
 
@@ -173,10 +177,10 @@ def _forward_rule(
     given: ScoreInputs = NO_SCORES,
 ) -> tuple[Any, Any]:
     like = k[:0]
-    k, v = (x.astype(q.dtype) for x in (k, v))
+    k, v = jax.tree.map(lambda x: x.astype(q.dtype), (k, v))
     kept: Any = q, k, v, query_segments, key_segments
     if schedule.keep_gathered:
-        transport = _transport(schedule).of(schedule, kept)
+        transport = _transport(schedule).of(schedule, kept, given)
         kept = transport.gather(kept, named=True)
         found = transport.attend(kept, given)
     else:
@@ -195,14 +199,17 @@ def _backward_rule(schedule: Schedule, residuals: Any, cotangents: Any) -> tuple
     residuals, cotangents = without_derivative((residuals, cotangents))
     kept, given, out, lse, low, like = residuals
     dout, dlse, *_ = cotangents
-    transport = _transport(schedule).of(schedule, kept, gathered=schedule.keep_gathered)
+    gathered = schedule.keep_gathered
+    transport = _transport(schedule).of(schedule, kept, given, gathered=gathered)
     gathered = transport.again(kept, dout, lse)
     found = Rows(dout, dlse, out, lse, low)
     *gradients, of_scores, delta = transport.gradients(gathered, found, given, like.dtype)
-    scores, _, sinks = given
+    scores, _, sinks, expansion = given
+    if expansion is not None:
+        expansion, of_scores = Expansion(*of_scores), ()
     scores = None if scores is None else scores.with_gradients(of_scores)
     sinks = None if sinks is None else softmax.sink_gradient(sinks, lse, delta)
-    return *gradients, None, None, ScoreInputs(scores, None, sinks)
+    return *gradients, None, None, ScoreInputs(scores, None, sinks, expansion)
 
 
 # Where there are gradients, jax traces the forward pass twice: as it is, and in its rule. The

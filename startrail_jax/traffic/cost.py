@@ -27,7 +27,7 @@ from startrail_jax.rings.choices import choose, passes_of
 from startrail_jax.rings.head_chunks import check_head_chunks
 from startrail_jax.rings.options import OPTIONS, Options, Side
 from startrail_jax.rings.schedule import check_mask_of_trees, for_trees, schedule_of
-from startrail_jax.rings.sizes import Sizes, dtype_name, traveller
+from startrail_jax.rings.sizes import Sizes, dtype_name, sizes_of_heads, traveller
 from startrail_jax.rings.transfers import Transfer
 from startrail_jax.tokens.layout import Layout
 from startrail_jax.traffic import COLLECTIVES
@@ -147,6 +147,7 @@ def communication(
     trees: bool = False,
     key_len: int | None = None,
     value_head_dim: int | None = None,
+    latent_dim: int | None = None,
     order: str | Sequence[str] | None = None,
     devices_per_node: int | None = None,
     **options: Any,
@@ -186,6 +187,9 @@ def communication(
             and a second number for each token.
         key_len: key tokens of each sequence in cross-attention; None for `seq_len`.
         value_head_dim: channels of a value or output head; None for `head_dim`.
+        latent_dim: channels of a latent with its rotated key, in `Attention.latent`; `kv_heads` is
+            1 then. The sum of the gradients of its two matrices is not counted, as that of no
+            weights is. None for keys and values.
         order: order of the mesh axes over the nodes, as for `make_mesh`; None for the order with
             the fewest bytes through the port of a node, which `make_mesh` chooses if it gets the
             `call`.
@@ -213,10 +217,7 @@ def communication(
         batch=batch,
         query_tokens=seq_len,
         key_tokens=seq_len if key_len is None else key_len,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_head_dim=head_dim if value_head_dim is None else value_head_dim,
+        **sizes_of_heads(heads, kv_heads, head_dim, value_head_dim, latent_dim),
         dtype=dtype_name(dtype),
         packed=packed or trees,
     )
