@@ -1,7 +1,10 @@
 """Latent attention: latents travel, and a device makes keys and values of what arrives."""
 
 import functools
+import itertools
+import re
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -414,6 +417,22 @@ def test_bytes_are_those_of_the_compiled_program(scheme, backward, packed):
     ):
         text = jax.jit(function).lower(*given).compile(options).as_text()
         assert read_traffic(text).by_collective == traffic.by_collective
+
+
+def test_table_of_the_page():
+    page = (Path(__file__).parents[2] / "docs/attention.md").read_text(encoding="utf-8")
+    section = page.partition("## Latent attention")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| ([\w -]+) \| (\d.*) \|$", section, re.M))
+    assert rows.keys() == SIX.keys()
+    for scheme, row in rows.items():
+        said = []
+        for heads, of_keys in itertools.product((16, 128), (dict(kv_heads=1, latent_dim=576), {})):
+            sizes = dict(seq_len=131072, heads=heads, head_dim=192, value_head_dim=128)
+            given = dict(batch=1, layout="zigzag", kv_heads=heads) | of_keys
+            cost = st.communication(SIX[scheme], **sizes, **given)
+            passes = (x.received_bytes / 2**30 for x in (cost.forward, cost.backward))
+            said.append(" + ".join(f"{x:.2f}" for x in passes))
+        assert row == " | ".join(said)
 
 
 # Decoding ----------------------------------------------------------------------------------------
