@@ -121,7 +121,8 @@ class Transport(Protocol):
     def of(
         cls, schedule: Schedule, kept: Any, given: ScoreInputs, *, gathered: bool = False
     ) -> Transport:
-        """The transport of one call, from the shards of a device or from the result of `gather`."""
+        """The transport of one call, from the shards of a device or from the result of `gather`,
+        and from what else is given."""
         ...
 
     def gather(self, shards: Any, *, named: bool = False) -> Any:

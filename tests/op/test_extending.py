@@ -55,7 +55,7 @@ class Broadcast:
     scale: float
 
     @classmethod
-    def of(cls, schedule, kept, *, gathered=False):
+    def of(cls, schedule, kept, given, *, gathered=False):
         q = kept[0]
         return cls(schedule, schedule.scale or q.shape[-1] ** -0.5)
 
