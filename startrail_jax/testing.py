@@ -802,7 +802,7 @@ class _Dense(Attention):
         return self.placed(out, specs[0]), self.placed(lse, self.lse_spec)
 
     def _dense(
-        self, trees: bool, given: Any, inputs: tuple[jax.Array, ...]
+        self, trees: bool, given: Any, inputs: tuple[Any, ...]
     ) -> tuple[jax.Array, jax.Array]:
         """Output and log-sum-exp, as `_reference` writes them, of replicated arrays."""
         query, key, value, *of_tokens = inputs
