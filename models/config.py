@@ -129,6 +129,14 @@ class GPTConfig:
     model. Such a model has a head of its own, `score`."""
     scaled_embedding: bool = False
     """True if embeddings are multiplied by the square root of `width`, as in Gemma."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings, as in Granite 4."""
+    residual_scale: float = 1.0
+    """Factor of the output of each mixer and each feed-forward, before it is added to the residual
+    stream, as in Granite 4."""
+    logit_divisor: float = 1.0
+    """Number that divides the logits of the next token, before a cap, as in Granite 4: logits of 12
+    become 2 with a divisor of 6. The scores of a reward model are not divided."""
     qkv_bias: bool = False
     """True if the projections to queries, keys and values have a bias, as in Qwen2."""
     out_bias: bool = False
@@ -207,6 +215,13 @@ class GPTConfig:
         for name in ("softcap", "output_softcap"):
             value, way_out = getattr(self, name), "Leave it out for none."
             check_range(f"model.{name}", value, "above 0 and finite", way_out)
+        for name in ("embedding_scale", "residual_scale", "logit_divisor"):
+            check_range(f"model.{name}", getattr(self, name), "above 0 and finite")
+        if self.scaled_embedding and self.embedding_scale != 1:
+            raise InputError(
+                "model.embedding_scale must be 1 with model.scaled_embedding; got "
+                f"embedding_scale={self.embedding_scale}. Leave one of them out."
+            )
         self._check_patterns()
         check_range("model.norm_eps", self.norm_eps, "above 0 and below 1")
 

@@ -114,7 +114,6 @@ class GPT(nnx.Module):
         mixers, feeds = config.layer_mixers, config.layer_feed_forwards
         kinds = kinds_of_layers(mixers, feeds, windows, ropes_of(config), config.layers)
         self.stretches = stretches(kinds)
-        self.embedding_scale = width**0.5 if config.scaled_embedding else None
         self.hooks = Hooks() if hooks is None else hooks
         self.embedding = nnx.Embed(
             config.vocab_size,
@@ -144,6 +143,7 @@ class GPT(nnx.Module):
                 norms=MIXERS[mixer].norms(config),
                 dtype=dtype,
                 hooks=self.hooks,
+                residual_scale=config.residual_scale,
                 layer_scalar=config.layer_scalar,
                 rngs=rngs,
             )
@@ -371,9 +371,11 @@ class GPT(nnx.Module):
         # The lookup is in float32 and rounded afterwards, so that the gradient of a frequent token,
         # which is a long sum, is float32 too.
         x = self.embedding(tokens)
-        if self.embedding_scale is not None:
+        if self.config.scaled_embedding:
             # As in Gemma, the factor has the type of the activations: 55.5 for 55.43 in bfloat16.
-            x *= jnp.asarray(self.embedding_scale, self.dtype).astype(jnp.float32)
+            x *= jnp.asarray(self.config.width**0.5, self.dtype).astype(jnp.float32)
+        if self.config.embedding_scale != 1:
+            x *= self.config.embedding_scale
         return jnp.asarray(x, self.dtype)
 
     def logits(self, hidden: Float[Array, "B T width"]) -> Float32[Array, "B T vocab"]:
@@ -386,14 +388,16 @@ class GPT(nnx.Module):
             if self.config.tied_head
             else self.head(hidden)
         )
+        if self.config.logit_divisor != 1:
+            logits /= self.config.logit_divisor
         cap = self.config.output_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class GPTBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), or one of them; their outputs may be
-    normalised as well, or instead of their inputs, and the sum multiplied by a number that no
-    gradient reaches."""
+    normalised as well, or instead of their inputs, and multiplied by a fixed factor, and the sum
+    multiplied by a number that no gradient reaches."""
 
     layer_scalar: nnx.Param | None = None
 
@@ -407,10 +411,12 @@ class GPTBlock(nnx.Module):
         norms: Norms,
         dtype: Any,
         hooks: Hooks,
+        residual_scale: float = 1.0,
         layer_scalar: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         self.hooks = hooks
+        self.residual_scale = residual_scale
         if layer_scalar:
             self.layer_scalar = nnx.Param(jnp.ones(1))
         self.attention = attention
@@ -447,10 +453,10 @@ class GPTBlock(nnx.Module):
             out, kv_cache = self.attention(normalised, rotation, window, attend)
             out = self.hooks.reduce_from_tensor(out)
             out = projected(biased(out, self.attention.out_bias))
-            x = x + self._normalised(out, self.attention_out_norm)
+            x = self._added(x, self._normalised(out, self.attention_out_norm))
         if self.mlp is not None:
             out, route = self._feed_forward(self.mlp, x, token_weights, experts)
-            x = x + out
+            x = self._added(x, out)
         if self.layer_scalar is not None:
             (scalar,) = lax.stop_gradient(self.layer_scalar[...])
             x = (x.astype(jnp.float32) * scalar).astype(x.dtype)
@@ -478,6 +484,13 @@ class GPTBlock(nnx.Module):
         # Not in tiles of tokens, of which an expert would have few: it has tiles of its own.
         out = mlp(x, route.chosen, route.shares, copy, reduce, hooks.expert_axes)
         return self._normalised(out, self.mlp_out_norm), route
+
+    def _added(self, x: Float[Array, "B T width"], out: Float[Array, "B T width"]) -> Array:
+        """The residual stream with the output of a part; the product is in float32."""
+        if self.residual_scale == 1:
+            return x + out
+        scaled = self.residual_scale * out.astype(jnp.float32)
+        return (x.astype(jnp.float32) + scaled).astype(x.dtype)
 
     def _normalised(self, x: Float[Array, "B T width"], norm: nnx.RMSNorm | None) -> Array:
         return x if norm is None else norm(x).astype(self.dtype)

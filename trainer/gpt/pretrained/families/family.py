@@ -31,6 +31,7 @@ OPTIONS = {
     **{"mlp": "swiglu", "scaled_embedding": False, "sinks": False, "qkv_bias": False},
     **{"qk_norm": False, "qk_norm_over": "head", "norms": "before", "norm_offset": False},
     **{"attention_gate": False, "out_bias": False, "value_norm": False, "layer_scalar": False},
+    **{"embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0},
 }
 """Options of a model in which families differ, with the values of most families."""
 SCALES = ("softcap", "output_softcap", "scale_dim")
