@@ -40,6 +40,8 @@ class Share:
     """Rows of each of the weights, in every group of rows."""
     groups: int = 1
     """Number of groups of rows; each group has rows of all weights."""
+    dim: int = 0
+    """Dimension of the rows: 1 in a tensor of all experts, whose first dimension counts them."""
     columns: bool = False
     """True if the weights take turns in the last dimension instead, with one number each."""
 
@@ -50,9 +52,11 @@ class Share:
             last = cover[-1]
             cover = [*cover[:-1], slice(last.start * count, last.stop * count)]
             return np.asarray(tensor[tuple(cover)])[..., self.index :: count]
-        rows, *columns = cover
         if self.groups == 1:
-            return np.asarray(tensor[(slice(rows.start + before, rows.stop + before), *columns)])
+            rows = cover[self.dim]
+            of_weight = slice(rows.start + before, rows.stop + before)
+            return np.asarray(tensor[(*cover[: self.dim], of_weight, *cover[self.dim + 1 :])])
+        rows, *columns = cover
         grouped = np.asarray(tensor[(slice(0, self.groups * sum(self.sizes)), *columns)])
         grouped = grouped.reshape(self.groups, -1, *grouped.shape[1:])
         weight = grouped[:, before : before + self.sizes[self.index]]
@@ -62,6 +66,8 @@ class Share:
         """The tensor of all its weights, in their order."""
         if self.columns:
             return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+        if self.groups == 1:
+            return np.concatenate(parts, axis=self.dim)
         grouped = [x.reshape(self.groups, -1, *x.shape[1:]) for x in parts]
         return np.concatenate(grouped, axis=1).reshape(-1, *parts[0].shape[1:])
 
@@ -69,7 +75,8 @@ class Share:
         """The shape of the tensor, from the shape of the weight's part."""
         if self.columns:
             return (*shape[:-1], shape[-1] * len(self.sizes))
-        return (self.groups * sum(self.sizes), *shape[1:])
+        rows = self.groups * sum(self.sizes)
+        return (*shape[: self.dim], rows, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,11 +60,12 @@ def places(
         if not beside[1:]:
             yield path, place(path)
             continue
-        groups = of_family.row_groups(tensor, model)
+        groups, dim = of_family.row_groups(tensor, model), of_family.dim_of_rows(tensor)
         share = Share(
             index=beside.index(path),
-            sizes=tuple(place(x).tensor_shape[0] // groups for x in beside),
+            sizes=tuple(place(x).tensor_shape[dim] // groups for x in beside),
             groups=groups,
+            dim=dim,
             columns=of_family.takes_turns(tensor),
         )
         yield path, replace(place(path), share=share)

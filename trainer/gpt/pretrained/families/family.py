@@ -301,6 +301,11 @@ class Family:
         del tensor, model
         return 1
 
+    def dim_of_rows(self, tensor: str) -> int:
+        """The dimension of the rows of a tensor of several weights."""
+        del tensor
+        return 0
+
     def takes_turns(self, tensor: str) -> bool:
         """True if the weights of a tensor take turns in its last dimension."""
         del tensor
