@@ -141,14 +141,15 @@ def compute(folder, tokens, scheme):
     # No gradient reaches what is a buffer in transformers.
     for name in [x for x in rows if x.endswith(("e_score_correction_bias", "layer_scalar"))]:
         assert not rows.pop(name).any()
-    if BALANCE in FAMILIES[read_description(folder).family].keys:
+    has_loss = BALANCE in FAMILIES[read_description(folder).family].keys
+    if has_loss and "experts" in config.model.layer_feed_forwards:
         # With and without the balancing loss, for a factor of 1.
         experts = dataclasses.replace(config.model.experts, balance_loss=1.0)
         model = dataclasses.replace(config.model, experts=experts)
         other, of_other = _compute(dataclasses.replace(config, model=model), tokens, scheme)
         found["balance"] = other["loss"] - found["loss"]
         for name, x in of_other.items():
-            if name.endswith((".gate.weight", ".router.weight")):
+            if name.endswith((".gate.weight", ".router.weight", ".router.layer.weight")):
                 found[f"gradient of the balance {name}"] = x - rows[name]
     return found | {f"gradient {name}": x for name, x in rows.items()}
 

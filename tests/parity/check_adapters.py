@@ -43,6 +43,14 @@ FAMILIES = {
         ("key", "up", "step", "out_gate", "latent_in"),
         ("down", "latent_in", "latent_out"),
     ),
+    # Gates and projections up are rows of one tensor, in an MLP and in experts.
+    "granite": (
+        ("query", "out"),
+        SHARED,
+        ("up", "value", "step"),
+        ("key", "out_gate", "down"),
+    ),
+    "granite_moe": (*TARGETS, *WITH_SHARED, ("step", "expert_gate", "gate")),
     "nemotron_h": (("up", "down"), ("query", "value", "out_gate", "step"), ("up", "step")),
 }
 

@@ -212,6 +212,33 @@ ODD = [
         for x in OF_SLIDING
     ),
     dict(rope_parameters={FULL: PROPORTIONAL[FULL]}),
+    *(
+        {key: x}
+        for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        for x in (0.3, 7, 0, -2.0, "a", True)
+    ),
+    *(dict(attention_multiplier=x) for x in (0.0078125, 0.1, 0.3, 2, 0, -0.5, 1e-300, True)),
+    *(dict(position_embedding_type=x) for x in ("rope", "nope", "alibi", 7)),
+    dict(position_embedding_type="rope", rope_parameters=dict(YARN, rope_theta=9.0)),
+    dict(position_embedding_type="rope", rope_theta=9.0, head_dim=4),
+    dict(position_embedding_type="rope", partial_rotary_factor=0.5),
+    dict(num_local_experts=0),
+    dict(num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=12),
+    dict(num_local_experts=0, output_router_logits=True),
+    dict(num_local_experts=-1),
+    dict(shared_intermediate_size=0),
+    dict(layer_types=["mamba", "attention", "mamba"]),
+    dict(layer_types=["mamba", "attention", "moe"]),
+    dict(layer_types=[FULL] * 3),
+    dict(mamba_expand=3, mamba_n_heads=6, mamba_n_groups=3),
+    dict(mamba_expand=3),
+    dict(mamba_n_heads=5),
+    dict(mamba_n_groups=3),
+    dict(mamba_d_head=16, mamba_n_heads=2),
+    dict(mamba_d_head=16),
+    dict(mamba_chunk_size=7),
+    dict(mamba_proj_bias=True),
+    dict(init_method="mup", normalization_function="rmsnorm"),
     dict(rope_parameters={SLIDING: PROPORTIONAL[SLIDING]}),
     dict(rope_parameters=PROPORTIONAL[FULL]),
     dict(rope_parameters=dict(PROPORTIONAL, full_attention=None)),
@@ -239,6 +266,9 @@ def settings_of(family):
         del base["num_hidden_layers"]
         base |= dict(layers_block_type=BLOCKS, mamba_num_heads=4, mamba_head_dim=6, n_groups=2)
         base |= dict(ssm_state_size=6, conv_kernel=3, moe_shared_expert_intermediate_size=10)
+    if family == "granitemoehybrid":
+        base |= dict(layer_types=[OF_STATES, FULL, OF_STATES], mamba_n_heads=4, mamba_n_groups=2)
+        base |= dict(mamba_d_state=6, mamba_d_conv=3, shared_intermediate_size=10)
     if family == "gemma4_text":
         base |= dict(hidden_size_per_layer_input=0, global_head_dim=12, attention_k_eq_v=True)
         base |= dict(num_global_key_value_heads=1, layer_types=[SLIDING, SLIDING, FULL])
@@ -248,7 +278,7 @@ def settings_of(family):
     wide = ("hidden_size", "intermediate_size", "num_hidden_layers")
     only = {**ONLY, **FAMILIES[family].only}
     flags = {*only, *FAMILIES[family].switches, "tie_word_embeddings", "use_sliding_window"}
-    flags |= {"norm_topk_prob", "attention_k_eq_v", "use_double_wide_mlp"} & {
+    flags |= {"norm_topk_prob", "attention_k_eq_v", "use_double_wide_mlp", "mamba_conv_bias"} & {
         *FAMILIES[family].keys
     }
     for key in sorted({*READ, *FAMILIES[family].keys, *only} - {"model_type"}):
@@ -282,7 +312,11 @@ def logits_of_torch(folder, tokens):
             logits = copy.deepcopy(model).double()(input_ids=ids).logits.numpy()
     except Exception:  # Whatever a file makes transformers raise.
         return None
-    if config.model_type in ("olmo_hybrid", "mixtral"):  # Files have other tensors than models.
+    if config.model_type in (
+        "olmo_hybrid",
+        "mixtral",
+        "granitemoehybrid",
+    ):  # Files have other tensors than models.
         values = (folder / "config.json").read_bytes()
         model.save_pretrained(folder)
         (folder / "config.json").write_bytes(values)

@@ -88,6 +88,18 @@ GEMMA3 = SMALLER | dict(
     tie_word_embeddings=True,
 )
 
+OF_GRANITE = dict(
+    num_hidden_layers=5,
+    layer_types=["mamba", "attention", "mamba", "mamba", "attention"],
+    mamba_n_heads=8,
+    mamba_n_groups=2,
+    mamba_d_state=5,
+    mamba_d_conv=3,
+    mamba_expand=3,
+    embedding_multiplier=2.5,
+    residual_multiplier=0.4,
+    logits_scaling=1.7,
+)
 GEMMA4 = dict(
     num_hidden_layers=5,
     layer_types=["sliding_attention", *["sliding_attention", "full_attention"] * 2],
@@ -298,6 +310,31 @@ CASES = {
         OF_GLM4_MOE | dict(rope_parameters=ROPE_GLM4V | dict(mrope_section=[1, 1, 0])),
         "bfloat16",
     ),
+    # A kernel of three tokens, states of five rows, heads of six channels, and no positions.
+    "granite": (
+        "GraniteMoeHybrid",
+        OF_GRANITE
+        | dict(num_local_experts=0, shared_intermediate_size=20, attention_multiplier=0.25),
+        "float32",
+    ),
+    # Experts beside an MLP, rotary positions, and one key head.
+    "granite_moe": (
+        "GraniteMoeHybrid",
+        OF_GRANITE
+        | dict(
+            num_hidden_layers=3,
+            layer_types=["mamba", "attention", "mamba"],
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            intermediate_size=12,
+            shared_intermediate_size=20,
+            num_key_value_heads=1,
+            attention_multiplier=128**-0.5,
+            position_embedding_type="rope",
+            tie_word_embeddings=True,
+        ),
+        "bfloat16",
+    ),
 }
 TOWER = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8,
@@ -394,7 +431,9 @@ def compute(model, seed):
         gradients = as_in_files(gradients, model.config)
     if model.config.model_type == "nemotron_h":
         gradients = {x.replace("model.", "backbone.", 1): y for x, y in gradients.items()}
-    if model.config.model_type != "gpt_oss":
+    if model.config.model_type == "granitemoehybrid":
+        gradients = {of_granite(name): x for name, x in gradients.items()}
+    elif model.config.model_type != "gpt_oss":
         gradients = by_expert(gradients, model.config.model_type)
     return {
         **balance(model, ids[:, :-1]),
@@ -419,6 +458,8 @@ def balance(model, ids):
     has_loss = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
     if not has_loss or model.config.model_type == "glm4v_moe":  # Refused there.
         return {}
+    if getattr(model.config, "num_local_experts", None) == 0:
+        return {}
     model.zero_grad()
     loss = model(input_ids=ids, output_router_logits=True).aux_loss
     loss.backward()
@@ -426,13 +467,25 @@ def balance(model, ids):
     routers = {
         name.replace("mlp.gate", folder): x.grad.numpy().astype("f4")
         for name, x in of_text(dict(model.named_parameters())).items()
-        if name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+        if name.endswith(("mlp.gate.weight", ".router.weight"))
     }
+    routers = {of_granite(name): x for name, x in routers.items()}
     assert routers, "layers of experts have routers"
     return {
         "balance": np.float32(loss.item()),
         **{f"gradient of the balance {name}": x for name, x in routers.items()},
     }
+
+
+def of_granite(name):
+    """The name in files of a tensor of a Granite, where all experts of a layer have one tensor."""
+    for loaded, published in (
+        ("experts.gate_up_proj", "input_linear.weight"),
+        ("experts.down_proj", "output_linear.weight"),
+        ("router.weight", "router.layer.weight"),
+    ):
+        name = name.replace(f"block_sparse_moe.{loaded}", f"block_sparse_moe.{published}")
+    return name
 
 
 def as_in_files(arrays, config):

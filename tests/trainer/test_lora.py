@@ -379,6 +379,8 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         ("nemotron_h", ("query", "value", "out_gate", "step", "up")),
         ("nemotron_h", ("key", "step")),
         ("nemotron3", ("latent_in", "up", "query")),
+        ("granite", (*ALL, "step")),
+        ("granite", ("up", "step", "key")),
         ("gemma4", ALL),
         ("gemma4", ("key", "value")),
         ("gemma4_values", ("query", "value")),
@@ -480,6 +482,8 @@ def test_matrices_that_peft_refuses_are_exported_whole_alone(tmp_path):
         ("glm4_moe", EXPERTS),
         ("nemotron3", ("expert_up",)),
         ("nemotron3", ("expert_up", "expert_down")),
+        ("granite_moe", EXPERTS),
+        ("granite_moe", ("expert_gate",)),
     ],
 )
 def test_adapters_of_experts_are_those_that_are_merged(family, targets, tmp_path):
@@ -490,12 +494,16 @@ def test_adapters_of_experts_are_those_that_are_merged(family, targets, tmp_path
     first, module = "gate_up_proj", "mlp.experts"
     if family == "nemotron3":
         first, module = "up_proj", "mixer.experts"
+    if family == "granite_moe":
+        module = "block_sparse_moe.experts"
     parameters = {first: fused, "down_proj": down}
     wanted = [f"{module}.{x}" for x in sorted(parameters) if parameters[x]]
     assert described["target_parameters"] == sorted(wanted)
     assert described["target_modules"] == ["q_proj"] * ("query" in targets)
     added = {x: merged[x].astype(np.float64) - base[x] for x in base}
-    for layer in sorted({x.split(".")[2] for x in base if ".experts." in x}):
+    of_experts = [x for x in base if ".experts." in x or "block_sparse_moe." in x]
+    assert of_experts
+    for layer in sorted({x.split(".")[2] for x in of_experts}):
         for name, is_adapted in parameters.items():
             key = f"layers.{layer}.{module}."
             delta = whole_of_experts(added, f"model.{key}", name, family)
@@ -517,6 +525,9 @@ def whole_of_experts(tensors, prefix, name, family):
     """[experts, outputs, inputs] of one layer, from the tensors of a folder."""
     if family == "gpt_oss":
         return tensors[prefix + name].swapaxes(1, 2)
+    if family == "granite_moe":
+        both = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
+        return tensors[f"{prefix.removesuffix('experts.')}{both[name]}.weight"]
     prefix = prefix.replace("mlp", "block_sparse_moe") if family == "mixtral" else prefix
     names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     if family == "nemotron3":

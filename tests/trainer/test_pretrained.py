@@ -386,7 +386,9 @@ def test_run_in_the_place_of_a_model_names_the_two_ways_on(tmp_path):
         read_description(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_5", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3", "qwen3_5", "qwen3_next", "gpt_oss", "granite", "granite_moe"]
+)
 def test_parts_of_weights_are_those_of_the_whole(name):
     config, family = make_config(REFERENCES / name), read_description(REFERENCES / name).family
     rng = np.random.default_rng(0)
@@ -397,8 +399,10 @@ def test_parts_of_weights_are_those_of_the_whole(name):
         if (share := place.share) is not None:  # Of a tensor with other weights too.
             own = [rng.normal(size=tensor.shape) for _ in share.sizes]
             if not share.columns:
+                shape, dim = tensor.shape, share.dim
                 rows = [share.groups * size for size in share.sizes]
-                own = [rng.normal(size=(size, *tensor.shape[1:])) for size in rows]
+                shapes = [(*shape[:dim], size, *shape[dim + 1 :]) for size in rows]
+                own = [rng.normal(size=size) for size in shapes]
             own[share.index] = tensor
             tensor = share.joined(own)
             assert tensor.shape == place.whole_shape
@@ -1451,7 +1455,113 @@ EXPERTS = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "glm4_moe": "glm4_moe",
     "nemotron3": "nemotron_h",
+    "granite_moe": "granitemoehybrid",
 }
+
+
+GRANITE = {  # As published, of Granite 4.0 H Tiny, without ids of tokens.
+    "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False, "attention_multiplier": 0.0078125, "embedding_multiplier": 12,
+    "hidden_act": "silu", "hidden_size": 1536, "init_method": "mup", "intermediate_size": 512,
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "logits_scaling": 6,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64,
+    "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48,
+    "mamba_proj_bias": False, "max_position_embeddings": 131_072,
+    "normalization_function": "rmsnorm", "num_attention_heads": 12, "num_experts_per_tok": 6,
+    "num_hidden_layers": 40, "num_key_value_heads": 4, "num_local_experts": 64,
+    "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 10_000, "router_aux_loss_coef": 0.0,
+    "shared_intermediate_size": 1024, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "vocab_size": 100_352,
+}  # fmt: skip
+DENSE_GRANITE = GRANITE | {
+    **{"layer_types": ["attention"] * 40, "position_embedding_type": "rope", "rope_theta": 1e7},
+    **{"num_local_experts": 0, "num_experts_per_tok": 0, "attention_multiplier": 0.125},
+}
+
+
+def test_a_granite_4_is_what_its_files_say():
+    model = describe(GRANITE, "config.json").model
+    assert (model.scale_dim, model.embedding_scale, model.residual_scale) == (16_384, 12, 0.22)
+    assert (model.logit_divisor, model.head_dim, model.rope.bases) == (6, 128, ("none",))
+    assert model.layer_mixers.count("attention") == 4
+    assert model.feed_forwards == ("experts",)
+    experts, ssd = model.experts, model.ssd
+    assert (experts.count, experts.top_k, experts.width, experts.shared_width) == (64, 6, 512, 1024)
+    assert (ssd.heads, ssd.head_dim, ssd.groups, ssd.state_dim, ssd.conv) == (48, 64, 1, 128, 4)
+    dense = describe(DENSE_GRANITE, "config.json").model
+    assert (dense.mixers, dense.feed_forwards, dense.mlp_width) == (("attention",), ("mlp",), 1024)
+    assert (dense.rope.bases, dense.scale_dim) == ((1e7,), 64)
+    older = {key: x for key, x in GRANITE.items() if key not in ("mamba_d_head",)}
+    assert describe(older, "config.json").model == model
+    for x, published in ((model, GRANITE), (dense, DENSE_GRANITE)):
+        assert family_of(x) == "granitemoehybrid"
+        values = to_values(x, length=131_072, dtype="bfloat16")
+        assert plain(describe(values, "again").model) == plain(x)
+        idle = {"init_method", "normalization_function", "attention_bias", "mamba_proj_bias"}
+        idle |= {"mamba_chunk_size", "router_aux_loss_coef"}
+        if x is dense:
+            idle |= {key for key in published if key.startswith("mamba_")} | {"intermediate_size"}
+        elif x.rope.bases == ("none",):
+            idle |= {"rope_theta", "rope_scaling"}
+        assert {key: values[key] for key in published if key not in idle} == {
+            key: x for key, x in published.items() if key not in idle
+        }
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(attention_multiplier=0.3), "attention_multiplier must be 1 over the square root of"),
+        (dict(attention_multiplier=2.0), "got 2.0. Use another model"),
+        (dict(attention_multiplier=1e-300), "attention_multiplier must be 1 over"),
+        (dict(num_local_experts=0, output_router_logits=True), "output_router_logits must be"),
+        (dict(attention_bias=True), "attention_bias must be False"),
+        (dict(mamba_proj_bias=True), "mamba_proj_bias must be False"),
+        (dict(time_step_limit=[0.0, 1.0]), "time_step_limit must be [0.0, inf]"),
+        (dict(hidden_act="gelu"), "hidden_act must be 'silu' or 'swish'"),
+        (dict(layer_types=["mamba", "conv"] * 20), "layer_types must be linear_attention or"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0 or None"),
+    ],
+)
+def test_granite_4_that_is_not_supported_is_refused(changes, named):
+    with refused(UnsupportedError, named, "'config.json'"):
+        describe(GRANITE | changes, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(embedding_multiplier=0), "embedding_multiplier must be above 0"),
+        (dict(residual_multiplier=-0.5), "residual_multiplier must be above 0"),
+        (dict(logits_scaling=None), "logits_scaling must be a finite number"),
+        (dict(attention_multiplier="a"), "'attention_multiplier' with value 'a'"),
+        (dict(num_local_experts=-1), "num_local_experts must be a whole number"),
+        (dict(layer_types=["mamba"] * 40), "layer_types must be a list of types of layers, among"),
+        (dict(mamba_chunk_size=0), "mamba_chunk_size must be a whole number from 1"),
+        (dict(shared_intermediate_size=0), "shared_intermediate_size must be a whole number"),
+        (dict(mamba_expand=3), "must be a config.json that transformers reads"),
+    ],
+)
+def test_granite_4_with_wrong_numbers_is_refused(changes, named):
+    with refused(InputError, named, "'config.json'"):
+        describe(GRANITE | changes, "config.json")
+
+
+def test_models_like_granite_4_that_are_none_are_not_exported():
+    model = make_config(REFERENCES / "granite").model
+    assert family_of(model) == "granitemoehybrid"
+    ssd = functools.partial(dataclasses.replace, model.ssd)
+    for change in (
+        dict(qk_norm=True), dict(ssd=ssd(least_step=0.1)), dict(ssd=ssd(norm_eps=0.1)),
+        dict(ssd=ssd(heads=6)), dict(windows=(5,)), dict(norms="both"), dict(output_softcap=2.0),
+        dict(feed_forwards=("mlp", "none")), dict(embedding_scale=1.0, scaled_embedding=True),
+    ):  # fmt: skip
+        with refused(UnsupportedError, "which none of them has together"):
+            family_of(dataclasses.replace(model, **change))
+    named = "embedding_scale=1.0, residual_scale=0.5, logit_divisor=1.0"
+    with refused(UnsupportedError, named, "which none of them has together"):
+        family_of(GPTConfig(**SIZES, residual_scale=0.5, qkv_bias=True))
 
 
 @pytest.mark.parametrize("name", EXPERTS)

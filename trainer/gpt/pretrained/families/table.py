@@ -27,6 +27,7 @@ from trainer.gpt.pretrained.families.gemma import GEMMA2, GEMMA3
 from trainer.gpt.pretrained.families.gemma4 import GEMMA4
 from trainer.gpt.pretrained.families.glm import GLM4, GLM4_MOE
 from trainer.gpt.pretrained.families.gpt_oss import GPT_OSS
+from trainer.gpt.pretrained.families.granite import GRANITE4
 from trainer.gpt.pretrained.families.llama import LLAMA
 from trainer.gpt.pretrained.families.mixtral import MIXTRAL
 from trainer.gpt.pretrained.families.nemotron import NEMOTRON_H
@@ -78,6 +79,7 @@ FAMILIES: dict[str, Family] = {
     "glm4": GLM4,
     "glm4_moe": GLM4_MOE,
     "nemotron_h": NEMOTRON_H,
+    "granitemoehybrid": GRANITE4,
 }
 MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
@@ -112,7 +114,10 @@ SCORING: dict[str, str | None] = {
     "gemma3_text": "Gemma3TextForSequenceClassification",
     "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
     **dict.fromkeys(
-        ("olmoe", "qwen3_5_moe_text", "olmo_hybrid", "glm4_moe", "nemotron_h", "gemma4_text")
+        (
+            *("olmoe", "qwen3_5_moe_text", "olmo_hybrid", "glm4_moe", "nemotron_h", "gemma4_text"),
+            "granitemoehybrid",
+        )
     ),
 }
 """`model_type` -> the class of transformers that gives sequences scores, if its name is not that of
