@@ -1548,6 +1548,13 @@ def test_granite_4_with_wrong_numbers_is_refused(changes, named):
         describe(GRANITE | changes, "config.json")
 
 
+@pytest.mark.parametrize("more", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+def test_layers_without_a_feed_forward_are_not_exported_as_if_they_had_one(more):
+    assert family_of(GPTConfig(**SIZES | more)) in ("llama", "qwen2", "qwen3")
+    with refused(UnsupportedError, "feed_forwards=('mlp', 'none')", "none of them has together"):
+        family_of(GPTConfig(**SIZES | more, feed_forwards=("mlp", "none")))
+
+
 def test_models_like_granite_4_that_are_none_are_not_exported():
     model = make_config(REFERENCES / "granite").model
     assert family_of(model) == "granitemoehybrid"

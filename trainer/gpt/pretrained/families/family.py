@@ -120,6 +120,7 @@ class Family:
     needs_experts: ClassVar[bool] = True
     """True if every model of a family with experts has some."""
     mixers: ClassVar[tuple[str, ...]] = ("attention",)
+    feed_forwards: ClassVar[tuple[str, ...]] = ("mlp", "experts")
     layer_types: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
     """Types of layers in transformers."""
 
@@ -138,6 +139,7 @@ class Family:
                 None not in windows or self.windows != "all",
                 len(windows) == 1 or self.windows != "all_or_none",
                 {*model.layer_mixers} <= {*self.mixers},
+                {*feeds} <= {*self.feed_forwards},
                 self.rope.fits(model),
                 (self.experts is not None) == ("experts" in feeds) or not self.needs_experts,
                 "experts" not in feeds

@@ -117,8 +117,7 @@ class Granite4(Family):
         ssd = model.ssd.of_model(model)
         same = replace(model, scale_dim=None, **dict.fromkeys(FACTORS.values(), 1.0))
         return (
-            "none" not in model.layer_feed_forwards
-            and model.ssd.norm_eps is None
+            model.ssd.norm_eps is None
             and ssd.least_step == 0
             and ("ssd" not in model.mixers or ssd.heads * ssd.head_dim % model.width == 0)
             and super().fits(same)

@@ -164,6 +164,7 @@ class NemotronH(Family):
     never_adapted: ClassVar[tuple[str, ...]] = ("mixer.out_proj.weight",)
     needs_experts: ClassVar[bool] = False
     mixers: ClassVar[tuple[str, ...]] = ("attention", "ssd", "none")
+    feed_forwards: ClassVar[tuple[str, ...]] = ("mlp", "experts", "none")
     layer_types: ClassVar[tuple[str, ...]] = tuple(KINDS)
 
     def fits(self, model: GPTConfig) -> bool:

@@ -149,7 +149,8 @@ def family_of(model: GPTConfig) -> str:
     for model_type, family in FAMILIES.items():
         if family.fits(simple):
             return model_type
-    options = {name: getattr(model, name) for name in (*OPTIONS, *SCALES, "windows", "mixers")}
+    names = (*OPTIONS, *SCALES, "windows", "mixers", "feed_forwards")
+    options = {name: getattr(model, name) for name in names}
     raise UnsupportedError(
         f"A model that is exported must be one of {', '.join(FAMILIES)}; got "
         f"{', '.join(f'{name}={value!r}' for name, value in options.items())}, "
