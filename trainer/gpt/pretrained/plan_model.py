@@ -11,7 +11,7 @@ from typing import Any
 from models.config import GPTConfig
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.data.opening import read_object
-from trainer.gpt.pretrained.config_json import WHOLE, describe
+from trainer.gpt.pretrained.config_json import WHOLE, describe, text_values
 from trainer.gpt.pretrained.families.experts import COUNTS, DENSE, WITH_SHARED
 from trainer.gpt.pretrained.families.family import CHOICE
 from trainer.gpt.pretrained.families.hybrid import SIZES as OF_LINEAR
@@ -104,6 +104,8 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
             is_taken = path.name == CONFIG and (of_images or inner is file)
             sizes = sizes_of_gpt(model, name=name)
             return FileModel(sizes=sizes, run=tuple(run) if is_taken else ())
+    if of_images:
+        values, model_type = {**text_values(file, name)}, of_images
     if model_type in FAMILIES:
         FAMILIES[model_type].check_types(values, name)
         model = plain(FAMILIES[model_type].model(_read_sizes(values, model_type, name)))
