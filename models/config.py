@@ -10,6 +10,7 @@ from models.checks import check_minimum, check_range
 from models.parts.attention import ATTENTIONS, GlobalConfig
 from models.parts.experts import ExpertsConfig
 from models.parts.gated_delta import LinearConfig
+from models.parts.latent import LatentConfig
 from models.parts.ssd import SSDConfig
 from models.weights import Norms
 from startrail_jax.errors import InputError
@@ -153,8 +154,9 @@ class GPTConfig:
     """Cap c of the logits of attention, c * tanh(logit / c), as in Gemma 2. The default is none."""
     output_softcap: float | None = None
     """Cap of the logits of the next token, by the same formula. The default is none."""
-    scale_dim: int | None = None
-    """The logits of attention are scaled by scale_dim ** -0.5. The default is `head_dim`."""
+    scale_dim: float | None = None
+    """The logits of attention are scaled by scale_dim ** -0.5. The default is the number of
+    channels of a query head."""
     value_norm: bool = False
     """True if the values of each head are normalised, by a norm without a scale, as in Gemma 4."""
     norms: Norms = "before"
@@ -170,15 +172,18 @@ class GPTConfig:
     attention_gate: bool = False
     """True if a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
     Qwen3.5."""
-    mixers: tuple[Literal["attention", "global_attention", "linear", "ssd", "none"], ...] = (
-        "attention",
-    )
+    mixers: tuple[
+        Literal["attention", "global_attention", "latent", "linear", "ssd", "none"], ...
+    ] = ("attention",)
     """Mixer of each layer, which combines tokens: the list repeats. `linear linear linear
     attention` is three layers of linear attention and one of attention, repeated, as in Qwen3.5;
     `none` is a layer of a feed-forward alone, as in Nemotron-H. `global_attention` is attention
-    with other sizes, and without a window."""
+    with other sizes, and without a window; `latent` is the attention of DeepSeek V3, which keeps
+    one latent of each token."""
     global_attention: GlobalConfig = field(default_factory=GlobalConfig)
     """Layers of "global_attention"."""
+    latent: LatentConfig = field(default_factory=LatentConfig)
+    """Layers of latent attention."""
     linear: LinearConfig = field(default_factory=LinearConfig)
     """Layers of linear attention."""
     ssd: SSDConfig = field(default_factory=SSDConfig)
@@ -211,8 +216,7 @@ class GPTConfig:
                 "model.head_dim must be even for rotary positions; got "
                 f"head_dim={self.head_dim}. Use {self.head_dim + 1}."
             )
-        check_minimum("model.scale_dim", self.scale_dim, 1)
-        for name in ("softcap", "output_softcap"):
+        for name in ("softcap", "output_softcap", "scale_dim"):
             value, way_out = getattr(self, name), "Leave it out for none."
             check_range(f"model.{name}", value, "above 0 and finite", way_out)
         for name in ("embedding_scale", "residual_scale", "logit_divisor"):
@@ -244,7 +248,7 @@ class GPTConfig:
                     f"model.{name} must have no more entries than the model has layers; got "
                     f"{name}={pattern}, layers={self.layers}. Leave the last ones out."
                 )
-        if "attention" not in self.layer_mixers:
+        if not {"attention", "latent"} & {*self.layer_mixers}:
             raise InputError(
                 "model.mixers must give one layer or more attention; got "
                 f"mixers={self.mixers}, layers={self.layers}. Leave it out for attention alone."
@@ -257,9 +261,10 @@ class GPTConfig:
                 f"feed_forwards={self.feed_forwards}. Change one of them."
             )
         pairs = zip(self.layer_mixers, self.layer_windows, strict=True)
-        if any(mixer == "global_attention" and window is not None for mixer, window in pairs):
+        whole = ("global_attention", "latent")
+        if any(mixer in whole and window is not None for mixer, window in pairs):
             raise InputError(
-                "model.windows must be `none` for layers of global_attention; got "
+                "model.windows must be `none` for layers of global_attention or latent; got "
                 f"windows={self.windows}, mixers={self.mixers}. Give each its own entry."
             )
         channels = self.rope.channels
@@ -274,6 +279,7 @@ class GPTConfig:
                 "Use --model.qk-norm, or leave it out."
             )
         self.global_attention.check(self)
+        self.latent.check(self)
         self.linear.check(self)
         self.ssd.check(self)
         self.experts.check(self)

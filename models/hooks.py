@@ -29,6 +29,13 @@ def _no_linear_attention(rule: str) -> Any:
     )
 
 
+def _no_latent_attention(*_: Any, **__: Any) -> Any:
+    raise InputError(
+        "A model with layers of latent attention needs hooks with latent_attention; got none. Use "
+        "Hooks(latent_attention=attention.latent), of a startrail_jax.Attention."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Hooks:
     """Functions that a model calls; it knows neither devices nor memory.
@@ -65,3 +72,6 @@ class Hooks:
     (query [B T N H], key [B S N H], value [B S N H]) -> [B T N H]."""
     linear_attention: Callable[[str], Any] = _no_linear_attention
     """(rule) -> a `startrail_jax.LinearAttention` for the layers of linear attention."""
+    latent_attention: Callable[..., Array] = _no_latent_attention
+    """`startrail_jax.Attention.latent` for the layers of latent attention: (query, latent,
+    rotated_key, key_kernel, value_kernel, **Documents) -> [B T N V]"""

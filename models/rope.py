@@ -165,6 +165,9 @@ def ropes_of(config: GPTConfig) -> tuple[Rope | None, ...]:
             return None
         stretched = config.rope.stretches == "all" or window is None
         head_dim, pairs = config.head_dim, None
+        if mixer == "latent":
+            turned = config.latent.rotary_dim
+            return Rope(head_dim=turned, base=base, **scaling) if turned else None
         if mixer == "global_attention":
             head_dim, pairs = own.head_dim, own.rotary_pairs
         channels = config.rope.channels or head_dim

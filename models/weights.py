@@ -64,8 +64,8 @@ class Weight:
     of_text: bool = False
     """True if it multiplies the tokens of a text or of an image, and no tokens of the sequence."""
     shared: bool = False
-    """True for the matrix of an adapter on the side of its kernel that is not split: every device
-    along `tensor` uses all of it."""
+    """True if every device along `tensor` uses all of it, for heads of its own: a projection to
+    latents, or the matrix of an adapter on the side of its kernel that is not split."""
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class Weight:
         sides = {"outputs": (RANK,)} if name == ADAPTERS[0] else {"inputs": (RANK,)}
         narrow = replace(self, **sides)
         shared = self.tensor_dim is not None and narrow.tensor_dim is None
-        return replace(narrow, shared=shared)
+        return replace(narrow, shared=self.shared or shared)
 
 
 def weight(
@@ -121,6 +121,11 @@ def weight(
 def projection(text: str, init: str = "normal") -> Weight:
     """A matrix of a layer, between activations."""
     return replace(weight(text, init), projects=True)
+
+
+def shared_projection(text: str) -> Weight:
+    """A projection that every device along `tensor` uses as a whole."""
+    return replace(projection(text), shared=True)
 
 
 def bias(text: str, *, precise: bool = False) -> Weight:

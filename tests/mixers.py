@@ -1,4 +1,4 @@
-"""Checks of models whose layers have recurrences, such as linear attention or Mamba-2."""
+"""Checks of models whose layers have recurrences, such as Mamba-2, or latents."""
 
 import dataclasses
 import functools
@@ -55,8 +55,11 @@ def program_fixtures(config):
 def whole_pass(config, weights, tokens):
     """The likeliest token behind each token, of a model on one device, in natural order."""
     mesh = st.make_mesh(st.Degrees(), "auto", jax.devices()[:1])
-    hooks = Hooks(linear_attention=lambda rule: st.LinearAttention(mesh, rule=rule))
     attention = st.Attention(mesh, causal=True)
+    hooks = Hooks(
+        linear_attention=lambda rule: st.LinearAttention(mesh, rule=rule),
+        latent_attention=attention.latent,
+    )
     graph = nnx.graphdef(
         nnx.eval_shape(lambda: make_gpt(config.model, config.lora, attention, hooks, nnx.Rngs(0)))
     )

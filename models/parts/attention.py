@@ -15,8 +15,8 @@ from models.checks import check_minimum, check_used
 from models.weights import Model, Weight, bias, projection, scale
 from startrail_jax.errors import InputError
 
-ATTENTIONS = ("attention", "global_attention")
-"""The mixers that keep keys and values."""
+ATTENTIONS = ("attention", "global_attention", "latent")
+"""The mixers that keep keys and values, or latents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +89,27 @@ class Keys:
     """Sizes of the keys, and of the values, of a token in a layer."""
 
     heads: int
+    """Key heads; 1 for latents."""
     head_dim: int
+    value_dim: int | None = None
+    """Channels of a value head; None for `head_dim`."""
+    latent_dim: int | None = None
+    """Channels of a latent with the rotated part of its key; None for keys and values."""
 
 
 def keys_of(config: Model) -> dict[str, Keys]:
     """The keys in the layers of each mixer that a model has and that keeps keys."""
-    own = config.global_attention.of_model(config)
-    sizes = Keys(config.kv_heads, config.head_dim), Keys(own.kv_heads, own.head_dim)
+    own, latent = (x.of_model(config) for x in (config.global_attention, config.latent))
+    sizes = (
+        Keys(config.kv_heads, config.head_dim),
+        Keys(own.kv_heads, own.head_dim),
+        Keys(
+            heads=1,
+            head_dim=latent.key_dim + latent.rotary_dim,
+            value_dim=latent.value_dim,
+            latent_dim=latent.rank + latent.rotary_dim,
+        ),
+    )
     found = dict(zip(ATTENTIONS, sizes, strict=True))
     return {mixer: keys for mixer, keys in found.items() if mixer in config.layer_mixers}
 

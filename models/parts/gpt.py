@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from models.config import GPTConfig
-from models.parts import attention, experts, gated_delta, mlp, ssd
+from models.parts import attention, experts, gated_delta, latent, mlp, ssd
 from models.parts.recurrence import Recurrence
 from models.weights import Norms, Weight, below, scale, stacked, weight
 
@@ -47,6 +47,12 @@ MIXERS = {
         module="models.attention:GlobalAttention",
         weights=attention.global_weights,
         sizes=attention.global_sizes,
+    ),
+    "latent": Mixer(
+        prefix="latent_",
+        module="models.latent:LatentAttention",
+        weights=latent.weights,
+        sizes=latent.sizes,
     ),
     "linear": Mixer(
         prefix="linear_",

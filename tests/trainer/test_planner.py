@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 import startrail_jax as st
 from configs import RECIPES
 from models.config import GPTConfig, LinearConfig
+from models.parts.latent import LatentConfig
 from plans import MODELS, plan
 from refusals import refused
 from startrail_jax import masks
@@ -49,6 +50,9 @@ INSTANT = dataclasses.replace(
 )
 
 
+OF_KEYS = dict(kv_heads=4, head_dim=16)
+LATENT = dict(mixers=("latent",), latent=LatentConfig(rank=20, rotary_dim=4, value_dim=12))
+OF_LATENTS = dict(kv_heads=1, head_dim=20, value_head_dim=12, latent_dim=24)
 # Arguments of `plan`.
 H100_NODES = dict(nodes=8, gpus_per_node=8, gpu="h100", port="50GB/s")
 
@@ -80,7 +84,7 @@ def call(model=SMALL, seq_len=96, batch=2, gpt=SMALL_GPT, **changes):
     return Call(model=dataclasses.replace(model, **changes), seq_len=seq_len, batch=batch)
 
 
-def check_bytes(nodes, gpus, window=None, **changes):
+def check_bytes(nodes, gpus, window=None, of_keys=OF_KEYS, **changes):
     """Bytes through the busiest port and inside of a node, of both passes."""
     windows = {} if window is None else dict(windows=(window,))
     where, asked = cluster(nodes, gpus), call(seq_len=48 * nodes, **changes, **windows)
@@ -99,8 +103,7 @@ def check_bytes(nodes, gpus, window=None, **changes):
             batch=asked.batch,
             seq_len=asked.seq_len,
             heads=12,
-            kv_heads=4,
-            head_dim=16,
+            **of_keys,
             causal=asked.causal if mask is None else None,
             mask=mask,
             layout="zigzag" if asked.causal else "contiguous",
@@ -138,6 +141,25 @@ def test_bytes_are_those_of_communication(causal, nodes, gpus):
 def test_bytes_of_windows_are_those_of_communication(nodes, gpus, window):
     """Rounds that a window skips send nothing, and sparse exchanges send what it shows."""
     check_bytes(nodes, gpus, window=window)
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(4, 2), (2, 4)])
+def test_bytes_of_latents_are_those_of_communication(nodes, gpus):
+    check_bytes(nodes, gpus, of_keys=OF_LATENTS, **LATENT)
+
+
+def test_time_of_expanding_latents_follows_what_a_device_visits():
+    """Each device of a ring makes the keys of all tokens; a team and a head degree divide that."""
+    gpu = dataclasses.replace(INSTANT, peak_flops=1e12)
+    where, asked = cluster(1, 16, gpu=gpu), call(seq_len=16 * 60, batch=1, **LATENT)
+    visits = {16: dict(ring=16), 8: dict(ring=4, team=2, group=2), 4: dict(head=4, ring=4)}
+    for backward, products in ((False, 1), (True, 3)):
+        for rounds, degrees in visits.items():
+            settings = one(**degrees)
+            found = Timing(settings, where, asked)._expansion(backward=backward)
+            # Of 60 tokens a device, 12 heads make 16 + 12 channels of 20.
+            flops = products * rounds * 60 * 2 * 20 * 12 * (16 + 12)
+            assert math.isclose(found[0] * settings.ring[0], flops / 1e12 / gpu.matrix_efficiency)
 
 
 @pytest.mark.slow

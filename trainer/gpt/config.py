@@ -469,6 +469,8 @@ class GPTTrainConfig(TrainConfig):
         keys = keys_of(self.model)
         if len(keys) > 1:
             return super().attention_call | self._calls_by_mixer(keys)
+        if (latents := keys.get("latent")) is not None:
+            return super().attention_call | _sizes_of(latents)
         if all(window is None or window >= self.seq_len for window in windows):
             return super().attention_call
         own = {"windows": dict(windows), "exchange": self.attention.exchange}
@@ -479,16 +481,24 @@ class GPTTrainConfig(TrainConfig):
         divisor of their key heads are looked at."""
         pairs = [*zip(self.model.layer_mixers, self.layer_windows, strict=True)]
         kinds = tuple(
-            {
-                "kv_heads": own.heads,
-                "head_dim": own.head_dim,
-                "windows": dict(Counter(window for name, window in pairs if name == mixer)),
-            }
+            _sizes_of(own)
+            | {"windows": dict(Counter(window for name, window in pairs if name == mixer))}
             for mixer, own in keys.items()
         )
-        heads = math.gcd(*(own.heads for own in keys.values()))
+        heads = math.gcd(*(own.heads for own in keys.values() if own.latent_dim is None))
+        heads = heads or 1
         own: dict[str, Any] = {"seq_len": self.seq_len, "exchange": self.attention.exchange}
         return own | {"kv_heads": heads, "windows": {None: 1}, "kinds": kinds}
+
+
+def _sizes_of(keys: Keys) -> dict[str, Any]:
+    """The sizes of the heads of a kind of layers, as `attention_call` has them."""
+    return {
+        "kv_heads": keys.heads,
+        "head_dim": keys.head_dim,
+        "value_head_dim": keys.value_dim,
+        "latent_dim": keys.latent_dim,
+    }
 
 
 def attention_of(model: GPTConfig) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from models.parts.gpt import gpt_weights, recurrences_of, stack_pairs
 from models.parts.recurrence import Recurrence
 from models.periods import layers_of
 from startrail_jax.attention import Attention
+from startrail_jax.calls.latents import joined
 from startrail_jax.errors import InputError
 from startrail_jax.rings.sizes import check_heads
 from startrail_jax.xla.compiler import compiler_options
@@ -53,7 +54,7 @@ class Generator:
             check_heads(attention.degrees, model.heads, keys.heads)
         self.attention = attention
         self.sampling = sampling
-        self._config = model
+        self._config, self._lora = model, config.lora
         self._tile = config.tile
         level = 3 if zero == 3 else 0
         self._partition = Partition(mesh, gpt_weights(model), level, config.zero_axes, model.dtype)
@@ -184,19 +185,20 @@ class Generator:
     @property
     def _cache_specs(self) -> dict[str, Any]:
         """PartitionSpecs of the caches of all layers: keys and values [layers, B, S, heads,
-        head_dim], states of a recurrence [layers, devices, B, heads, key_dim, value_dim], and
-        inputs of its convolution before the next token [layers, devices, B, tokens, channels].
-        Each device along the sequence has a copy of the last two. With fewer key heads than devices
-        along `tensor`, each device has the heads it needs, and these copies count as heads."""
+        head_dim], latents as one key head, states of a recurrence [layers, devices, B, heads,
+        key_dim, value_dim], and inputs of its convolution before the next token [layers, devices,
+        B, tokens, channels]. Each device along the sequence has a copy of the last two. With fewer
+        key heads than devices along `tensor`, each device has the heads it needs, and these copies
+        count as heads."""
         data, sequence = self.attention.sequence_spec
         tensor = self.attention.query_spec(self._config.heads)[2]
         of_keys = PartitionSpec(None, *self.attention.query_spec(self._config.heads))
         states = PartitionSpec(None, sequence, data, tensor)
         tails = PartitionSpec(None, sequence, data, None, tensor)
-        return {
-            stack: (of_keys, of_keys) if recurrence is None else (states, tails)
-            for stack, recurrence in self._recurrences.items()
-        }
+        of_stack: dict[str, Any] = dict.fromkeys(self._recurrences, (states, tails))
+        for stack, keys in self._keys.items():
+            of_stack[stack] = (of_keys,) if keys.latent_dim else (of_keys, of_keys)
+        return of_stack
 
     @cached_property
     def _recurrences(self) -> dict[str, Recurrence | None]:
@@ -230,6 +232,12 @@ class Generator:
             new = (x[:, :, ::copies] for x in arrays[1:])
             return self._model.attend(*arrays, **options), _written(kv_cache, new, layer)
 
+        def attend_latents(
+            cache: Any, layer: Array, query: Array, latent: Array, rotated: Any, *kernels: Any
+        ) -> tuple[Array, Any]:
+            out = self._model.attend_latents(query, latent, rotated, *kernels)
+            return out, _written(cache, [joined(latent, rotated)], layer)
+
         def mix(recurrence: Recurrence, *inputs: Any) -> tuple[Array, Array, Any]:
             cache, layer, x, kernel, heads_of, *gates = inputs
             linear = self._model.linear(recurrence.rule)
@@ -241,7 +249,7 @@ class Generator:
 
         model = self._model.local(weights)
         empty = self._empty_caches(*tokens.shape)
-        attends = self._by_stack(attend, mix)
+        attends = self._by_stack(attend, attend_latents, mix)
         hidden, caches = model.hidden_with_cache(tokens, positions, empty, attends)
         # The last token of a row is on one device, which sends its hidden state to the others.
         last = (positions == lengths[:, None] - 1)[:, :, None]
@@ -278,6 +286,15 @@ class Generator:
             attention = self._model.windowed(local_window_size)
             return attention.decode_local(query, keys, values, at, sinks), kv_cache
 
+        def attend_latents(
+            cache: Any, layer: Array, query: Array, latent: Array, rotated: Any, *kernels: Any
+        ) -> tuple[Array, Any]:
+            (latents,) = cache
+            new = joined(latent, rotated)
+            latents = self.attention.update_cache_local(latents, new, at, layer=layer)
+            own = lax.dynamic_index_in_dim(latents, layer, keepdims=False)
+            return self.attention.latent_decode_local(query, own, at, *kernels), (latents,)
+
         def mix(recurrence: Recurrence, *inputs: Any) -> tuple[Array, Array, Any]:
             cache, layer, x, kernel, heads_of, *gates = inputs
             linear = self._model.linear(recurrence.rule)
@@ -288,7 +305,7 @@ class Generator:
             return out, heads[2], _written(cache, self._copied(state, tail), layer)
 
         model = self._model.local(weights)
-        attends = self._by_stack(attend, mix)
+        attends = self._by_stack(attend, attend_latents, mix)
         hidden, caches = model.hidden_with_cache(tokens[:, None], at, caches, attends)
         return self._choose(model, hidden, positions + 1, seed), caches
 
@@ -325,9 +342,12 @@ class Generator:
         and states of its heads."""
         config, degrees = self._config, self.attention.degrees
 
-        def shapes(stack: str, recurrence: Recurrence | None) -> tuple[Any, Any]:
+        def shapes(stack: str, recurrence: Recurrence | None) -> tuple[Any, ...]:
             if recurrence is None:
                 keys = self._keys[stack]
+                if keys.latent_dim is not None:
+                    latent_dim = keys.latent_dim + self._added_channels
+                    return (((rows, slots, 1, latent_dim), config.dtype),)
                 heads = keys.heads // degrees.tensor
                 if keys.heads % degrees.tensor:
                     heads = degrees.head // self.attention.key_copies(keys.heads)
@@ -346,13 +366,21 @@ class Generator:
             for stack, recurrence in self._recurrences.items()
         }
 
-    def _by_stack(self, attend: Any, mix: Any) -> dict[str, Any]:
+    @property
+    def _added_channels(self) -> int:
+        """Channels of a latent that adapters of its matrices add: see `models.latent`."""
+        adapted = {"key", "value"} & {*self._lora.targets}
+        return 0 if self._lora.rank is None else len(adapted) * self._lora.rank
+
+    def _by_stack(self, attend: Any, attend_latents: Any, mix: Any) -> dict[str, Any]:
         """The function that the layers of each stack call: `attend` with the copies of their key
-        heads, or `mix` with their recurrence."""
+        heads, `attend_latents`, or `mix` with their recurrence."""
 
         def of_stack(stack: str, recurrence: Recurrence | None) -> Any:
             if recurrence is not None:
                 return partial(mix, recurrence)
+            if self._keys[stack].latent_dim is not None:
+                return attend_latents
             return partial(attend, self.attention.key_copies(self._keys[stack].heads))
 
         return {stack: of_stack(stack, x) for stack, x in self._recurrences.items()}

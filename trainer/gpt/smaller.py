@@ -96,6 +96,17 @@ def _narrow(model: GPTConfig, channels: int, *, least_words: int, keeps: bool) -
             pairs = own.rotary_pairs * fewer(whole) // whole
             most = (rope.channels or fewer(whole)) // 2
             own = replace(own, rotary_pairs=min(max(1, pairs), most))
+    latent = model.latent
+    if "latent" in model.layer_mixers:
+        key_dim = latent.key_dim or model.head_dim
+        latent = replace(
+            latent,
+            key_dim=fewer(key_dim),
+            value_dim=fewer(latent.value_dim or key_dim),
+            rank=min(latent.rank, channels),
+            query_rank=latent.query_rank and min(latent.query_rank, channels),
+            rotary_dim=fewer(latent.rotary_dim),
+        )
     if "linear" in model.layer_mixers:
         key_dim = linear.key_dim or model.head_dim
         value_dim = fewer(linear.value_dim or key_dim)
@@ -116,6 +127,7 @@ def _narrow(model: GPTConfig, channels: int, *, least_words: int, keeps: bool) -
         linear=linear,
         ssd=ssd,
         global_attention=own,
+        latent=latent,
         experts=experts,
         head_dim=dim,
     )

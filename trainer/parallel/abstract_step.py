@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -18,10 +19,12 @@ from jaxtyping import Array
 from models.hooks import Hooks
 from models.weights import LAYERS, layer_stacks
 from startrail_jax.attention import Attention
+from startrail_jax.calls.latents import joined
 from startrail_jax.devices.degrees import ROLES, Degrees
 from startrail_jax.errors import InputError
 from startrail_jax.masks import Window
 from startrail_jax.rings.choices import choose_exchange
+from startrail_jax.rings.latents import Expansion
 from startrail_jax.rings.sizes import Sizes
 from startrail_jax.rings.sparse_plan import plan_sparse
 from trainer.config import TrainConfig
@@ -243,8 +246,16 @@ def _traced(objective: Objective, tree: Any, leaves: tuple[Any, ...]) -> _Shapes
         calls.append(Sizes.of(query, key, value, packed=False))
         return query
 
+    def latent_attention(
+        query: Array, latent: Array, rotated: Any, *kernels: Array, **_: Any
+    ) -> Array:
+        expansion = Expansion(*kernels)
+        keys = joined(latent, rotated)
+        calls.append(Sizes.of(query, keys, None, packed=False, expansion=expansion))
+        return jnp.zeros((*query.shape[:3], kernels[1].shape[2]), query.dtype)
+
     def make_model() -> nnx.Module:
-        hooks = Hooks(linear_attention=lambda rule: _NoLinear())
+        hooks = Hooks(linear_attention=lambda rule: _NoLinear(), latent_attention=latent_attention)
         return objective.make_model(attention_fn, hooks, nnx.Rngs(0))
 
     def outputs(batch: Any) -> Array:

@@ -53,10 +53,13 @@ def default_degrees(
     if mesh.follows_rule:
         if mesh.default_c is not None and sequence % mesh.default_c**2 == 0:
             return Degrees.startrail(sequence, c=mesh.default_c, data=data, tensor=tensor)
+        # Devices make the keys of the heads that they have: with `head`, they make fewer.
+        of_latents = call.get("latent_dim") is not None
+        kv_heads = call["heads"] if of_latents else call["kv_heads"]
         return Degrees.recommended(
             num_devices,
             heads=call["heads"],
-            kv_heads=max(call["kv_heads"] // head_chunks, 1),
+            kv_heads=max(kv_heads // head_chunks, 1),
             devices_per_node=devices_per_node,
             # With these, devices may share a key head, which then has no parts.
             fast_ports=mesh.fast_ports and head_chunks == 1,

@@ -80,6 +80,7 @@ class ShardedModel:
             expert_axes=self.partition.zero if self.partition.dispatches else (),
             attend_whole=lambda *tokens: self._alone.local(*tokens)[0],
             linear_attention=lambda rule: LinearOnDevice(self.linear(rule)),
+            latent_attention=self.attend_latents,
         )
         return self._make_model(self.attend, hooks)
 
@@ -133,6 +134,23 @@ class ShardedModel:
         attention = self.windowed(local_window_size)
         options = {"sinks": sinks, "visible_until": visible_until}
         out, _ = attention.local(query, key, value, segment_ids, segment_ids, **options)
+        return out
+
+    def attend_latents(
+        self,
+        query: Array,
+        latent: Array,
+        rotated_key: Array | None,
+        key_kernel: Array,
+        value_kernel: Array,
+        *,
+        segment_ids: Array | None = None,
+        visible_until: Array | None = None,
+    ) -> Array:
+        """The latent attention of one device's tokens: `Hooks.latent_attention`."""
+        arrays = query, latent, rotated_key, key_kernel, value_kernel
+        ids = segment_ids, segment_ids
+        out, _ = self.attention.latent_local(*arrays, *ids, visible_until=visible_until)
         return out
 
     @functools.cached_property

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.config import GPTConfig
+from models.parts.attention import keys_of
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
@@ -86,6 +88,9 @@ def check_parts(config: TrainConfig, degrees: Degrees) -> None:
             "of them out."
         )
     shared = [heads for heads in kv_heads_of(config.model) if heads % degrees.tensor]
+    if isinstance(config.model, GPTConfig):  # Devices along `tensor` share latents as they are.
+        latents = [keys.heads for keys in keys_of(config.model).values() if keys.latent_dim]
+        shared = [heads for heads in shared if heads not in latents]
     if shared:
         raise InputError(
             "With data.batches='documents', mesh.tensor must divide the key heads; got "

@@ -26,6 +26,7 @@ import numpy as np
 
 from models.parts.recurrence import Recurrence
 from startrail_jax.linear.sizes import LayerSizes
+from startrail_jax.rings.latents import heads_at_once
 from trainer.planner.models import DISPATCHES, ModelSizes
 from trainer.planner.quantities import GIB
 
@@ -257,6 +258,7 @@ def _backward_bytes(sizes: StepSizes) -> Amount:
         sizes.in_rings * _of_chunks(sizes, _attention_bytes(sizes)),
         sizes.has_sparse * _sparse_attention_bytes(sizes),
     )
+    attention = attention + _expanded_bytes(sizes, 2)
     if sizes.model.qk_norm:
         # What the norms took: the query as it was projected, and the key in float32.
         attention = attention + _shard_bytes(sizes, 1, FLOAT32 / sizes.model.itemsize / 2)
@@ -265,10 +267,26 @@ def _backward_bytes(sizes: StepSizes) -> Amount:
 
 def _forward_bytes(sizes: StepSizes) -> Amount:
     """The forward pass of an attention, by what its layers send."""
-    return np.maximum(
+    attention = np.maximum(
         sizes.in_rings * _of_chunks(sizes, _forward_attention_bytes(sizes)),
         sizes.has_sparse * _sparse_forward_bytes(sizes),
     )
+    return attention + _expanded_bytes(sizes, 1)
+
+
+def _expanded_bytes(sizes: StepSizes, arrays: int) -> Amount:
+    """Keys and values, or so many arrays like them, that a device makes of a unit of latents at a
+    time; and the keys before their rotated parts lie beside them."""
+    model, degrees = sizes.model, sizes.degrees
+    if model.latent_dim is None:
+        return 0
+    head_dims = model.head_dim + model.value_head_dim
+    tokens = sizes.tokens * degrees.head * degrees.group
+    heads = np.vectorize(heads_at_once, otypes=[np.int64])(
+        model.heads // (degrees.head * degrees.tensor), tokens, head_dims, model.itemsize
+    )
+    size = tokens * heads * arrays * (head_dims + model.sizes["latent_key_dim"]) * model.itemsize
+    return size if np.ndim(size) else int(size)
 
 
 def _saved(sizes: StepSizes) -> Part:
@@ -325,7 +343,7 @@ def _saved(sizes: StepSizes) -> Part:
         outs = np.where(exchanged & (not sizes.offload), 2, 1)
         for mixer, own in attentions.items():
             # Attention to texts and images is not exchanged.
-            of_out = own.model.head_dim * model.itemsize
+            of_out = own.model.value_head_dim * model.itemsize
             of_head = outs * of_out + FLOAT32 + model.whole_attentions * (of_out + FLOAT32)
             mixers[mixer] = layer + sizes.tokens * (model.heads // tensor) * of_head
             if sizes.keep_gathered:
@@ -335,6 +353,7 @@ def _saved(sizes: StepSizes) -> Part:
     if sizes.remat in ("projections_saved", "products_saved"):
         for mixer, own in attentions.items():
             shards = _shard_bytes(own, 1 + own.model.is_gated, 1)
+            shards += sizes.tokens * own.model.sizes.get("query_rank", 0) * model.itemsize
             mixers[mixer] = mixers[mixer] + shards + sizes.stream + _of_texts(sizes)
         for mixer, x in model.recurrences.items():
             mixers[mixer] = mixers[mixer] + _recurrence_inputs(sizes, x) + sizes.stream
@@ -445,8 +464,9 @@ def _shard_bytes(sizes: StepSizes, queries: Amount, pairs: Amount) -> Amount:
     """Bytes of so many arrays like a device's query, and so many pairs of key and value."""
     model = sizes.model
     tensor = sizes.degrees.tensor
-    heads = queries * (model.heads // tensor) + 2 * pairs * np.maximum(model.kv_heads // tensor, 1)
-    return sizes.tokens * heads * model.head_dim * model.itemsize
+    keys = pairs * np.maximum(model.kv_heads // tensor, 1) * model.key_channels
+    channels = queries * (model.heads // tensor) * model.head_dim + keys
+    return sizes.tokens * channels * model.itemsize
 
 
 def _unit_bytes(sizes: StepSizes, query_shares: Amount, key_shares: Amount) -> Amount:
@@ -458,14 +478,14 @@ def _unit_bytes(sizes: StepSizes, query_shares: Amount, key_shares: Amount) -> A
 def _unit_elements(
     sizes: StepSizes, query_shares: Amount, key_shares: Amount
 ) -> tuple[Amount, Amount]:
-    """Elements of so many shares of the query, and of so many of the key."""
+    """Elements of so many shares of the query, and of so many of the key; half of a latent."""
     model = sizes.model
     degrees = sizes.degrees
     heads, parts = model.heads // degrees.tensor, degrees.head * degrees.tensor
     # Where there are fewer key heads than devices along `head`, each device has one.
     keys = np.maximum(model.kv_heads // parts, 1) * degrees.head
     query = query_shares * sizes.tokens * heads * model.head_dim
-    return query, key_shares * sizes.tokens * keys * model.head_dim
+    return query, key_shares * sizes.tokens * keys * (model.key_channels // 2)
 
 
 def _of_chunks(sizes: StepSizes, attention: Amount) -> Amount:

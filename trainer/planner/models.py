@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from models.parts import attention
+from models.parts import attention, latent
 from models.parts.gpt import stack_name
 from models.parts.recurrence import Recurrence
 from models.weights import (
@@ -137,6 +137,12 @@ class LayerKind:
         )
 
     @cached_property
+    def expanding(self) -> int:
+        """Weights of `active` and `mixing` whose products attention computes."""
+        is_latent = self.mixer == "latent"
+        return self.sum_of(lambda path, x: is_latent and path in latent.EXPANDING)
+
+    @cached_property
     def mlp(self) -> int:
         """Weights of the projections of the MLP, or of all experts."""
         return self.sum_of(lambda path, x: x.projects and _in_feed_forward(path))
@@ -232,6 +238,10 @@ def shared_elements(weight: Weight, sizes: Mapping[str, int], tensor: Any) -> An
 
 def _in_feed_forward(path: str) -> bool:
     return path.startswith("mlp/") or "/mlp/" in path
+
+
+_OF_KEYS = ("kv_heads", "head_dim", "query_dim")
+"""Sizes of attention with keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,13 +348,31 @@ class ModelSizes:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
-        return self.sizes.get("kv_heads", self.heads)
+        """Key and value heads; latents are one."""
+        return self.sizes.get("kv_heads", self.heads if self.latent_dim is None else 1)
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
-        return self.sizes["head_dim"]
+        """Channels of a query or key head."""
+        return self.sizes.get("head_dim", self.sizes.get("latent_query_dim", 0))
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels of a value head, and of an output of attention."""
+        return self.head_dim if self.latent_dim is None else self.sizes["latent_value_dim"]
+
+    @property
+    def latent_dim(self) -> int | None:
+        """Channels of a latent with the rotated part of its key; None where there are keys and
+        values."""
+        if "head_dim" in self.sizes or "latent_rank" not in self.sizes:
+            return None
+        return self.sizes["latent_rank"] + self.sizes["rotary_dim"]
+
+    @property
+    def key_channels(self) -> int:
+        """Channels of the key and the value of a key head, or of a latent."""
+        return 2 * self.head_dim if self.latent_dim is None else self.latent_dim
 
     @property
     def mlp_width(self) -> int:
@@ -420,6 +448,8 @@ class ModelSizes:
 
         def of(mixer: str) -> ModelSizes:
             sizes = dict(self.sizes)
+            if mixer == "latent":
+                sizes = {x: y for x, y in sizes.items() if x not in _OF_KEYS}
             if mixer == attention.ATTENTIONS[1]:
                 names = ("kv_heads", "head_dim", "query_dim")
                 sizes |= {name: sizes[f"global_{name}"] for name in names}
@@ -449,8 +479,12 @@ class ModelSizes:
         if mixer == "none":
             moved = 0
         elif recurrence is None:
-            keys = {"kv_heads": self.kv_heads, "query_dim": self.head_dim}
-            moved = attention.moved({**keys, **self.attentions[mixer].sizes})
+            own = self.attentions[mixer]
+            if own.latent_dim is not None:
+                moved = latent.moved(own.sizes)
+            else:
+                keys = {"kv_heads": self.kv_heads, "query_dim": self.head_dim}
+                moved = attention.moved({**keys, **own.sizes})
             # Attention to a text moves queries alone.
             moved += 2 * self.heads * self.head_dim * (self.text_tokens > 0)
         else:
@@ -594,12 +628,12 @@ class ModelSizes:
         """FLOPs of a training step for each token, as `train.py` counts them for its MFU.
 
         forward = 2 N + 4 Q H sum_l V_l / T, with N weights in matrix products, Q heads of H
-        channels, T tokens, and V_l pairs of a query and a key that the mask of layer l shows. The
-        backward pass has two matrix products for each one of the forward pass, so that a step
-        takes 3 * forward. N frozen weights have no gradients, so that they take 4 N in place of
-        6 N, or 2 N where all that is trained comes after the layers; each weight of an adapter
-        takes 6. A layer of linear attention has no pairs: its forward pass takes 6 K V for each
-        head, with a state [K, V].
+        channels (of latent attention, the mean of keys and values), T tokens, and V_l pairs of a
+        query and a key that the mask of layer l shows. The backward pass has two matrix products
+        for each one of the forward pass, so that a step takes 3 * forward. N frozen weights have no
+        gradients, so that they take 4 N in place of 6 N, or 2 N where all that is trained comes
+        after the layers; each weight of an adapter takes 6. A layer of linear attention has no
+        pairs: its forward pass takes 6 K V for each head, with a state [K, V].
 
         As in PaLM, only matrix products count, and what remat recomputes does not. PaLM counts
         12 L Q H T for attention to all pairs of tokens; here only visible pairs count, under a
@@ -627,7 +661,7 @@ class ModelSizes:
     def _attention_flops(self, seq_len: int) -> float:
         """FLOPs of the forward pass of all attentions for each token, without projections."""
         pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
-        return 4 * self.heads * self.head_dim * pairs / seq_len
+        return 2 * self.heads * (self.head_dim + self.value_head_dim) * pairs / seq_len
 
     @property
     def whole_attentions(self) -> int:

@@ -145,7 +145,12 @@ class Step:
         if savings.remat not in ("none", "full"):
             waits = waits + self.timing.exchanges_again_seconds[savings.offload][self._rows]
         layer = [
-            self._products(layer_kind.active + layer_kind.padded + self._of_texts(layer_kind))
+            self._products(
+                layer_kind.active
+                - layer_kind.expanding
+                + layer_kind.padded
+                + self._of_texts(layer_kind)
+            )
             for layer_kind in self.kinds
         ]
         adapters = [self._products(layer_kind.active_adapters) for layer_kind in self.kinds]
@@ -154,7 +159,8 @@ class Step:
             self._products(
                 layer_kind.again_always
                 + layer_kind.again * (savings.remat in REPEATS_MLP)
-                + layer_kind.mixing * (savings.remat in REPEATS_PROJECTIONS)
+                + (layer_kind.mixing - layer_kind.expanding)
+                * (savings.remat in REPEATS_PROJECTIONS)
             )
             for layer_kind in self.kinds
         ]

@@ -28,6 +28,7 @@ from startrail_jax.tokens.layout import Layout
 from trainer.planner.grid import Call, Settings, number_of
 from trainer.planner.hardware import Cluster
 from trainer.planner.links import Cost, Links, Move
+from trainer.planner.models import ModelSizes
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass of attention over those of the forward pass: it has five matrix
@@ -154,16 +155,17 @@ class Timing:
 
     def _arrays(self, step: str, collective: str, backward: bool) -> np.ndarray | int:
         """Number of arrays that a step sends."""
+        keys = 2 if self.call.model.latent_dim is None else 1
         if step.endswith("gradient ring"):
-            return np.where(self._queries_travel, 1, 2)
+            return np.where(self._queries_travel, 1, keys)
         if step.endswith("ring"):
             # The query, the gradient of its output, log-sum-exp, and output times gradient.
-            return np.where(self._queries_travel, 4, 2) if backward else 2
+            return np.where(self._queries_travel, 4, keys) if backward else keys
         if step == "combine" and collective == "all_to_all":
             # In float32, the rounding error of the log-sum-exp goes along.
             return 3 if self.call.model.itemsize == _FLOAT32 else 2
-        several = {"key placement": 2, "key gradient placement": 2, "replica sum": 2}
-        several |= {"head exchange": 3, "query gather": 4 if backward else 1}
+        several = dict.fromkeys(("key placement", "key gradient placement", "replica sum"), keys)
+        several |= {"head exchange": 1 + keys, "query gather": 4 if backward else 1}
         return several.get(step, 1)
 
     def _last(self, step: str, found: dict[int, Transfer]) -> np.ndarray | float:
@@ -317,11 +319,11 @@ class Timing:
             pairs = length**2 * call.batch / (2 if call.causal else 1)
             if call.visible:
                 pairs = pairs * [call.visible.get(n, 1.0) for n in s.data.tolist()]
-            flops = 4 * pairs * model.heads * model.head_dim / self.cluster.num_gpus / s.ring
+            flops = pairs * model.heads / self.cluster.num_gpus / s.ring
         else:
             heads = call.batch // s.data * (model.heads // (s.head * s.tensor))
             rounds = self._ways[window].outer * s.inner
-            flops = 4 * self._busiest_pairs(window) * heads * model.head_dim / rounds
+            flops = self._busiest_pairs(window) * heads / rounds
         # A causal unit is two runs of tokens, and a kernel call treats one; in the first round, it
         # treats the run of one device. Under a window, it treats a tile.
         later = self._tokens * np.minimum(s.team, s.group) / (2 if call.causal else 1)
@@ -337,8 +339,24 @@ class Timing:
         summed = (query + keys) * 3 * _FLOAT32
         merged = query * (model.itemsize + 2 * _FLOAT32)
         moved = np.where(s.ring > 1, summed if backward else merged, 0)
-        flops = flops * (BACKWARD_FLOPS if backward else 1)
-        return flops / (self.speed * efficiency) + moved / gpu.memory_rate
+        flops = flops * _flops_of_pair(model, backward=backward)
+        seconds = flops / (self.speed * efficiency) + moved / gpu.memory_rate
+        return seconds + self._expansion(backward=backward)
+
+    def _expansion(self, *, backward: bool) -> np.ndarray | float:
+        """Seconds in which a device makes the keys and values of a unit of latents; in the backward
+        pass also the gradients of these and of the matrices. They are written and read, the keys
+        once more to lie beside their rotated parts."""
+        s, call, gpu, model = self.settings, self.call, self.cluster.gpu, self.call.model
+        if model.latent_dim is None:
+            return 0.0
+        tokens = self._tokens * s.group * (call.batch // s.data)
+        made = model.sizes["latent_key_dim"] + model.value_head_dim
+        heads = tokens * (model.heads // (s.head * s.tensor))
+        flops = 2 * heads * model.sizes["latent_rank"] * made * (3 if backward else 1)
+        moved = heads * (model.head_dim + model.value_head_dim) * model.itemsize
+        moved = moved * (9 if backward else 3)
+        return flops / (self.speed * gpu.matrix_efficiency) + moved / gpu.memory_rate
 
     def _busiest_pairs(self, window: int) -> np.ndarray:
         """Pairs of a query and a key of a sequence that the busiest device attends to, in each of
@@ -353,11 +371,17 @@ class Timing:
         """Seconds of the kernels of a layer with a window, where no query moves."""
         s, call, gpu, model = self.settings, self.call, self.cluster.gpu, self.call.model
         pairs = call.padded(s.sequence).astype(float) * window * call.batch
-        flops = 4 * pairs * model.heads * model.head_dim / self.cluster.num_gpus
+        flops = pairs * model.heads / self.cluster.num_gpus
         run = call.padded(s.sequence) // (2 * s.sequence)
         length = np.minimum(run, min(window, _LARGEST_TILE))
         speed = gpu.attention_efficiency(length, model.head_dim, backward=backward) * self.speed
-        return (BACKWARD_FLOPS if backward else 1) * flops / speed
+        return _flops_of_pair(model, backward=backward) * flops / speed
+
+
+def _flops_of_pair(model: ModelSizes, *, backward: bool) -> int:
+    """FLOPs of a visible pair in each head: two products forward, and five backward."""
+    keys, values = model.head_dim, model.value_head_dim
+    return 2 * (3 * keys + 2 * values) if backward else 2 * (keys + values)
 
 
 class Timings:
@@ -427,7 +451,8 @@ def steps_of(call: Call, degrees: Degrees, options: Options) -> Steps:
         heads=model.heads,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
-        value_head_dim=model.head_dim,
+        value_head_dim=model.value_head_dim,
+        latent_dim=model.latent_dim,
         dtype="float32" if model.itemsize == _FLOAT32 else "bfloat16",
         packed=False,
     )

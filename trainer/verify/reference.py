@@ -45,13 +45,15 @@ def float64_results(
         weights: all weights, on the host.
         batch: a prepared batch in natural order, on the host.
     """
+    dense = _dense_of(attention)
     hooks = Hooks(
         linear_attention=lambda rule: _Recurrence(LinearAttention(attention.mesh, rule=rule)),
+        latent_attention=functools.partial(_attend_latents, dense),
         attend_whole=_attend_whole,
     )
 
     def make() -> nnx.Module:
-        return objective.make_model(_dense_of(attention), hooks, nnx.Rngs(0))
+        return objective.make_model(dense, hooks, nnx.Rngs(0))
 
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.default_device(cpu):
@@ -131,6 +133,23 @@ def _dense_of(attention: Attention) -> Callable[..., Array]:
         return jax.checkpoint(run)(query, key, value, seen[:, None])[0]
 
     return attend
+
+
+def _attend_latents(
+    attend: Callable[..., Array],
+    query: Array,
+    latent: Array,
+    rotated_key: Array | None,
+    key_kernel: Array,
+    value_kernel: Array,
+    **documents: Any,
+) -> Array:
+    """Latent attention with the keys and values of all heads."""
+    key, value = (jnp.einsum("bsr,rnd->bsnd", latent, x) for x in (key_kernel, value_kernel))
+    if rotated_key is not None:
+        shape = (*key.shape[:3], rotated_key.shape[2])
+        key = jnp.concatenate([key, jnp.broadcast_to(rotated_key[:, :, None], shape)], -1)
+    return attend(query, key, value, **documents)
 
 
 def _attend_whole(query: Array, key: Array, value: Array) -> Array:

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 import startrail_jax as st
+from models.config import GPTConfig
+from models.parts.attention import keys_of
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import Degrees
 from startrail_jax.devices.nodes import mesh_devices
@@ -163,16 +165,31 @@ def _as_many_pairs(attention: Attention, length: int) -> int:
 def _attention_seconds(
     attention: Attention, rows: int, length: int, model: Any, dtype: str
 ) -> float:
-    def ones(heads: int, spec: Any) -> Any:
+    def ones(spec: Any, *shape: int) -> Any:
         sharding = NamedSharding(attention.mesh, spec)
-        shape = (rows, length, heads, model.head_dim)
         return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=sharding)()
 
-    query = ones(model.heads, attention.query_spec(model.heads))
-    key = ones(model.kv_heads, attention.key_spec(model.kv_heads))
+    def of_tokens(spec: Any, *shape: int) -> Any:
+        return ones(spec, rows, length, *shape)
 
-    def total(query: Any, key: Any, value: Any) -> Any:
-        return jnp.sum(attention(query, key, value).astype(jnp.float32))
+    queries = attention.query_spec(model.heads)
+    keys = keys_of(model) if isinstance(model, GPTConfig) else {}
+    if [*keys] == ["latent"]:
+        attend: Any = attention.latent
+        own, tokens = model.latent.of_model(model), attention.sequence_spec
+        of_heads = PartitionSpec(None, queries[2], None)
+        arrays = (
+            of_tokens(queries, model.heads, own.key_dim + own.rotary_dim),
+            of_tokens(tokens, own.rank),
+            of_tokens(tokens, own.rotary_dim) if own.rotary_dim else None,
+            *(ones(of_heads, own.rank, model.heads, x) for x in (own.key_dim, own.value_dim)),
+        )
+    else:
+        attend = attention
+        key = of_tokens(attention.key_spec(model.kv_heads), model.kv_heads, model.head_dim)
+        arrays = of_tokens(queries, model.heads, model.head_dim), key, key
 
-    both = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))
-    return max(gather(timed(both, query, key, key)))
+    def total(arrays: Any) -> Any:
+        return jnp.sum(attend(*arrays).astype(jnp.float32))
+
+    return max(gather(timed(jax.jit(jax.value_and_grad(total)), arrays)))
