@@ -36,6 +36,10 @@ FAMILIES = {
     **dict.fromkeys(("gemma3_images", "qwen3_vl", "mistral3"), (("query", "value"), SHARED)),
     **dict.fromkeys(("gemma4_images", "glm4v"), (("query", "value"), ("out", *SHARED))),
     **dict.fromkeys(("glm4v_moe", "qwen3_vl_moe"), (*TARGETS, (*SHARED, "key"))),
+    **dict.fromkeys(
+        ("deepseek_v3", "moonlight"),
+        (("query", "out", *EXPERTS), ("key", "value", "latent", "rotated"), ("value", *SHARED)),
+    ),
     "nemotron3": (
         ("query", "expert_up", "expert_down"),
         ("expert_up",),

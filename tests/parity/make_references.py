@@ -78,6 +78,16 @@ OF_GLM4_MOE = dict(
     routed_scaling_factor=2.5,
     first_k_dense_replace=1,
 )
+OF_LATENTS = dict(
+    attention_bias=False,
+    num_key_value_heads=4,
+    head_dim=4,
+    kv_lora_rank=6,
+    qk_nope_head_dim=5,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+    num_nextn_predict_layers=0,
+)
 ROPE_GLM4V = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
 SMALLER = dict(intermediate_size=12, num_key_value_heads=1, head_dim=4)
 GEMMA3 = SMALLER | dict(
@@ -332,6 +342,29 @@ CASES = {
             attention_multiplier=128**-0.5,
             position_embedding_type="rope",
             tie_word_embeddings=True,
+        ),
+        "bfloat16",
+    ),
+    # Latents of odd sizes, for queries too; groups of experts; YaRN sharpens the logits.
+    "deepseek_v3": (
+        "DeepseekV3",
+        OF_GLM4_MOE
+        | OF_LATENTS
+        | dict(q_lora_rank=10, rope_parameters=ROPE_YARN | dict(mscale=0.7, mscale_all_dim=1.3)),
+        "float32",
+    ),
+    # As Moonlight: queries from the input, one group, halves of the channels turn together.
+    "moonlight": (
+        "DeepseekV3",
+        OF_GLM4_MOE
+        | OF_LATENTS
+        | dict(
+            num_hidden_layers=5,
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            rope_interleave=False,
+            norm_topk_prob=False,
         ),
         "bfloat16",
     ),

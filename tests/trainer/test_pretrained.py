@@ -59,6 +59,7 @@ from trainer.gpt.pretrained.values import with_floats
 from trainer.gpt.sample import tokenizer_of_run
 from trainer.gpt.tokenizer import check_tokenizer_of_model
 from trainer.parallel.partition import Partition, path_name
+from trainer.planner.gpt import sizes_of_gpt
 from trainer.pretrained import import_pretrained
 from trainer.pretrained import read_command_line as read_import
 from trainer.run.settings import result_flags, save_config
@@ -1455,6 +1456,7 @@ EXPERTS = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "glm4_moe": "glm4_moe",
     "nemotron3": "nemotron_h",
+    "deepseek_v3": "deepseek_v3",
     "granite_moe": "granitemoehybrid",
 }
 
@@ -1512,9 +1514,6 @@ def test_a_granite_4_is_what_its_files_say():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (dict(attention_multiplier=0.3), "attention_multiplier must be 1 over the square root of"),
-        (dict(attention_multiplier=2.0), "got 2.0. Use another model"),
-        (dict(attention_multiplier=1e-300), "attention_multiplier must be 1 over"),
         (dict(num_local_experts=0, output_router_logits=True), "output_router_logits must be"),
         (dict(attention_bias=True), "attention_bias must be False"),
         (dict(mamba_proj_bias=True), "mamba_proj_bias must be False"),
@@ -1534,6 +1533,7 @@ def test_granite_4_that_is_not_supported_is_refused(changes, named):
     [
         (dict(embedding_multiplier=0), "embedding_multiplier must be above 0"),
         (dict(residual_multiplier=-0.5), "residual_multiplier must be above 0"),
+        (dict(attention_multiplier=1e-300), "attention_multiplier must be a number whose square"),
         (dict(logits_scaling=None), "logits_scaling must be a finite number"),
         (dict(attention_multiplier="a"), "'attention_multiplier' with value 'a'"),
         (dict(num_local_experts=-1), "num_local_experts must be a whole number"),
@@ -1546,6 +1546,120 @@ def test_granite_4_that_is_not_supported_is_refused(changes, named):
 def test_granite_4_with_wrong_numbers_is_refused(changes, named):
     with refused(InputError, named, "'config.json'"):
         describe(GRANITE | changes, "config.json")
+
+
+@pytest.mark.parametrize("factor", [0.3, 2.0, 0.0078125, 3**-0.5])
+def test_any_factor_of_attention_is_read_and_told_again(factor):
+    model = describe(GRANITE | {"attention_multiplier": factor}, "config.json").model
+    assert (model.scale_dim or model.head_dim) ** -0.5 == pytest.approx(factor, rel=1e-11)
+    values = to_values(model, length=131_072, dtype="bfloat16")
+    assert plain(describe(values, "again").model) == plain(model)
+
+
+MOONLIGHT = {  # As published, of Moonlight 16B-A3B, without ids of tokens.
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "ep_size": 1,
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 11_264, "kv_lora_rank": 512,
+    "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+    "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+    "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 50_000.0, "routed_scaling_factor": 2.446,
+    "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128,
+    "vocab_size": 163_840,
+}  # fmt: skip
+YARN = dict(
+    **dict(type="yarn", factor=40, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1),
+    original_max_position_embeddings=4096,
+)
+DEEPSEEK = MOONLIGHT | {  # Of DeepSeek V3, whose files are in FP8.
+    "hidden_size": 7168, "intermediate_size": 18_432, "first_k_dense_replace": 3, "n_group": 8,
+    "max_position_embeddings": 163_840, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "rms_norm_eps": 1e-6, "rope_scaling": YARN, "rope_theta": 10_000,
+    "routed_scaling_factor": 2.5, "topk_group": 4, "vocab_size": 129_280,
+}  # fmt: skip
+
+
+def test_a_deepseek_v3_is_what_its_files_say():
+    model = describe(MOONLIGHT, "config.json").model
+    latent, experts = model.latent, model.experts
+    assert (model.mixers, model.heads, model.norm_eps) == (("latent",), 16, 1e-5)
+    assert (latent.rank, latent.query_rank, latent.rotary_dim) == (512, None, 64)
+    assert (latent.key_dim, latent.value_dim, latent.norm_eps) == (128, 128, 1e-6)
+    assert model.layer_feed_forwards == ("mlp", *["experts"] * 26)
+    assert (experts.count, experts.top_k, experts.shared_width) == (64, 6, 2816)
+    assert (experts.scores, experts.choice_bias, experts.share_scale) == ("sigmoid", True, 2.446)
+    assert (model.rope.bases, model.rope.interleaved) == ((50_000.0,), True)
+    # Of each layer: query, latent, keys and values, output; and norms.
+    attention = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048 + 512
+    of_experts = 64 * (3 * 2048 * 1408 + 2048 + 1) + 3 * 2048 * 2816
+    total = 27 * (attention + 2 * 2048) + 26 * of_experts + 3 * 2048 * 11_264
+    assert sizes_of_gpt(model, name="").elements == total + 2048 + 2 * 2048 * 163_840
+    large = describe(DEEPSEEK, "config.json").model
+    assert (large.latent.query_rank, large.experts.groups) == (1536, 8)
+    sharper = 0.1 * np.log(40) + 1
+    assert large.scale_dim**-0.5 == pytest.approx(192**-0.5 * sharper**2, rel=1e-11)
+    assert (large.rope.attention_factor, large.rope.factor) == (1.0, 40)
+    for x, published in ((model, MOONLIGHT), (large, DEEPSEEK)):
+        assert family_of(x) == "deepseek_v3"
+        values = to_values(x, length=8192, dtype="bfloat16")
+        assert plain(describe(values, "again").model) == plain(x)
+        idle = {"aux_loss_alpha", "ep_size", "seq_aux", "moe_layer_freq", "topk_method"}
+        idle |= {"scoring_func", "pretraining_tp", "initializer_range", "attention_dropout"}
+        idle |= {"use_cache", "rope_scaling", "num_nextn_predict_layers", "max_position_embeddings"}
+        assert {key: values[key] for key in published if key not in idle} == {
+            key: x for key, x in published.items() if key not in idle
+        }
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(attention_bias=True), "attention_bias must be False"),
+        (dict(topk_method="greedy"), "topk_method must be 'noaux_tc'"),
+        (dict(scoring_func="softmax"), "scoring_func must be 'sigmoid'"),
+        (dict(moe_layer_freq=2), "moe_layer_freq must be 1"),
+        (dict(output_router_logits=True), "output_router_logits must be False"),
+        (dict(rope_scaling={"type": "yarn", "beta": 2, "factor": 2}), "rope_type must be one of"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        *[(dict(model_type=x), "indexer") for x in ("deepseek_v32", "glm_moe_dsa")],
+    ],
+)
+def test_deepseek_v3_that_is_not_supported_is_refused(changes, named):
+    with refused(UnsupportedError, named, "'config.json'"):
+        describe(MOONLIGHT | changes, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(num_key_value_heads=8), "num_key_value_heads must be 16, as all heads have keys"),
+        (dict(kv_lora_rank=0), "kv_lora_rank must be a whole number"),
+        (dict(first_k_dense_replace=27), "first_k_dense_replace must be a whole number from 0"),
+    ],
+)
+def test_deepseek_v3_with_wrong_numbers_is_refused(changes, named):
+    with refused(InputError, named, "'config.json'"):
+        describe(MOONLIGHT | changes, "config.json")
+
+
+def test_models_like_deepseek_v3_that_are_none_are_not_exported():
+    model = make_config(REFERENCES / "deepseek_v3").model
+    own = functools.partial(dataclasses.replace, model.latent)
+    assert family_of(model) == "deepseek_v3"
+    for change in (
+        dict(latent=own(norm_eps=1e-5)), dict(latent=own(rotary_dim=0)), dict(norms="both"),
+        dict(rope=RopeConfig(bases=("none",))), dict(mixers=("latent", "attention", "latent")),
+        dict(scale_dim=7.0, rope=RopeConfig(bases=(100.0,))),
+        dict(experts=dataclasses.replace(model.experts, scores="softmax", choice_bias=False)),
+    ):  # fmt: skip
+        with refused(UnsupportedError, "which none of them has together"):
+            family_of(dataclasses.replace(model, **change))
 
 
 @pytest.mark.parametrize("more", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)

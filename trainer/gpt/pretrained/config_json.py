@@ -19,6 +19,7 @@ from trainer.data.opening import read_object
 from trainer.gpt.pretrained.families.family import Family
 from trainer.gpt.pretrained.families.table import (
     FAMILIES,
+    INDEXED,
     MULTIMODAL,
     ONE_TIES,
     TEXT_PARTS,
@@ -121,6 +122,12 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
             "of train.py. Go on with the run, optimizer and all, by --run-dir "
             f"{run} --allow-changes with the flags to change; or begin a new one with its weights: "
             f"python -m trainer.gpt.export {run} exported, then --init-from exported."
+        )
+    if model_type in INDEXED:
+        raise UnsupportedError(
+            f"A model must attend to all earlier tokens; got {name!r} of model_type="
+            f"{model_type!r}, whose indexer, which chooses the keys of each token, is not served. "
+            "Use another model."
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedError(

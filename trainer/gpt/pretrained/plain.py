@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from models.config import GPTConfig, RopeConfig
-from models.parts.attention import ATTENTIONS, GlobalConfig
+from models.parts.attention import ATTENTIONS, GlobalConfig, keys_of
 from models.patterns import shortest
 
 
 def plain(model: GPTConfig) -> GPTConfig:
     """The simplest config of a model: two models are equal if their simplest configs are."""
-    if model.scale_dim == model.head_dim:
+    if model.scale_dim == model.head_dim and "latent" not in model.layer_mixers:
         model = replace(model, scale_dim=None)
+    model = _plain_latent(_plain_global(model))
     stretches = model.rope.stretches if stretches_some(model) else "all"
     channels = None if model.rope.channels == model.head_dim else model.rope.channels
     rope = replace(model.rope, stretches=stretches, channels=channels)
-    model = _plain_global(model)
     feed_forwards = pattern(model.layer_feed_forwards)
     model = replace(model, mixers=pattern(model.layer_mixers), feed_forwards=feed_forwards)
     if "experts" in feed_forwards:
@@ -45,6 +45,12 @@ def pattern(layers: Sequence[Any]) -> tuple[Any, ...]:
     """The shortest list that gives the entries of all layers when it repeats; `none` stands for
     None."""
     return tuple("none" if x is None else x for x in shortest(layers))
+
+
+def few_digits(x: float) -> float:
+    """A number with 12 digits, so that one which an export has computed is read again as it was.
+    Float32 has 7."""
+    return float(f"{x:.12g}")
 
 
 def without_rope(model: GPTConfig) -> tuple[GPTConfig, tuple[bool, ...]]:
@@ -89,6 +95,20 @@ def _plain_global(model: GPTConfig) -> GPTConfig:
     if own == GlobalConfig():
         mixers = ("attention" if x == "global_attention" else x for x in mixers)
     return replace(model, mixers=tuple(mixers), global_attention=own)
+
+
+def _plain_latent(model: GPTConfig) -> GPTConfig:
+    """The model with the sizes of latent attention, and with no others if it has that alone."""
+    if "latent" not in model.layer_mixers:
+        return model
+    own = model.latent.of_model(model)
+    model = replace(model, latent=own)
+    if model.scale_dim == own.key_dim + own.rotary_dim:
+        model = replace(model, scale_dim=None)
+    if len(keys_of(model)) > 1:
+        return model
+    rope = replace(model.rope, channels=None)
+    return replace(model, kv_heads=model.heads, head_dim=own.rotary_dim or 2, rope=rope)
 
 
 def _like_attention(model: GPTConfig, layers: Sequence[Any]) -> tuple[Any, ...]:

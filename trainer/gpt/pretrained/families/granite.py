@@ -12,11 +12,10 @@ from models.config import GPTConfig, RopeConfig
 from models.parts.experts import ExpertsConfig
 from models.parts.gpt import stack_pairs
 from models.parts.ssd import SSDConfig
-from startrail_jax.errors import UnsupportedError
 from trainer.gpt.pretrained.families.experts import COUNTS, LIKE_MLP, LOSSES, ExpertLayers
 from trainer.gpt.pretrained.families.family import OF_LAYER, SILU, Family
 from trainer.gpt.pretrained.families.nemotron import MIXERS as OF_NEMOTRON
-from trainer.gpt.pretrained.plain import pattern
+from trainer.gpt.pretrained.plain import few_digits, pattern
 from trainer.gpt.pretrained.rope import FULL, OneBase
 from trainer.gpt.pretrained.values import ConfigValues, require
 from trainer.weights.places import TRANSPOSED, Groups
@@ -205,15 +204,12 @@ def _positive(values: ConfigValues, key: str) -> float:
     return value
 
 
-def _scale_dim(values: ConfigValues) -> int:
+def _scale_dim(values: ConfigValues) -> float:
     """The number of channels by whose root the factor of attention divides its logits."""
     factor = _positive(values, OF_ATTENTION)
-    dim = round(min(1 / factor * (1 / factor), 2.0**53))
-    if not math.isclose(max(dim, 1) ** -0.5, factor, rel_tol=1e-8):  # Less than float32 rounds.
-        raise UnsupportedError(
-            f"{OF_ATTENTION} must be 1 over the square root of a whole number, such as 0.125 or "
-            f"0.0078125, in {values.name!r}; got {factor}. Use another model."
-        )
+    dim = few_digits(1 / factor * (1 / factor))
+    if not 0 < dim < math.inf:
+        raise values.wrong(OF_ATTENTION, "a number whose square a float holds", factor)
     return dim
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from models.config import GPTConfig
 from startrail_jax.errors import UnsupportedError
+from trainer.gpt.pretrained.families.deepseek import DEEPSEEK_V3
 from trainer.gpt.pretrained.families.experts import (
     BALANCE,
     COUNTS,
@@ -80,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "nemotron_h": NEMOTRON_H,
     "granitemoehybrid": GRANITE4,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
@@ -96,6 +98,8 @@ MULTIMODAL = {
 TEXT_PARTS = {x: f"{x}_text" for x in ("qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")}
 """`model_type` of models of images and text -> `model_type` of their `text_config`, if it is no
 family."""
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""`model_type` of models whose tokens attend to keys that another part chooses: not served."""
 TEXT_ALONE = ("qwen3_5", "qwen3_5_moe")
 """`model_type` of those whose text model transformers takes alone from their folder, as
 `AutoModelForCausalLM`."""
