@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int
 
 from startrail_jax.errors import InputError
 
 
-def branch_positions(visible_until: Int[np.ndarray, "b t"]) -> Int[np.ndarray, "b t"]:
+def branch_positions(visible_until: np.ndarray) -> np.ndarray:
     """The position of each token in the text of its branch, as if that stood in a row of its own.
 
     It is the number of tokens that the token continues, and what rotary embeddings need.
@@ -33,7 +32,7 @@ def branch_positions(visible_until: Int[np.ndarray, "b t"]) -> Int[np.ndarray, "
     return np.where(ends >= 0, found, 0).astype(np.int32)
 
 
-def branch_levels(visible_until: Int[np.ndarray, "b t"]) -> int:
+def branch_levels(visible_until: np.ndarray) -> int:
     """How many states a row of trees needs at a time, at most: the `levels` of `LinearAttention`.
 
     It is the largest number of beginnings with different ends that are seen at one token: 1 for

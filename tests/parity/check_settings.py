@@ -239,6 +239,29 @@ ODD = [
     dict(mamba_chunk_size=7),
     dict(mamba_proj_bias=True),
     dict(init_method="mup", normalization_function="rmsnorm"),
+    *({"rope_interleave": x} for x in (False, True)),
+    dict(q_lora_rank=0),
+    dict(qk_rope_head_dim=0),
+    dict(qk_rope_head_dim=6),
+    dict(qk_nope_head_dim=8, v_head_dim=8),
+    dict(num_key_value_heads=4),
+    dict(num_key_value_heads=1),
+    *(
+        dict(rope_parameters=dict(YARN, rope_theta=9.0, **x))
+        for x in (
+            dict(mscale=1.0, mscale_all_dim=1.0),
+            dict(mscale=0.7, mscale_all_dim=1.3),
+            dict(mscale_all_dim=1.3),
+            dict(mscale_all_dim=0),
+            dict(mscale=0.7),
+            dict(attention_factor=1.7, mscale_all_dim=0.5),
+        )
+    ),
+    dict(rope_parameters=dict(LINEAR, rope_theta=9.0, mscale_all_dim=1.3)),
+    dict(rope_parameters=dict(rope_type="default", rope_theta=9.0, mscale_all_dim=1.3)),
+    dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, seq_aux=True),
+    dict(topk_method="greedy"),
+    dict(ep_size=4, aux_loss_alpha=0.5),
     dict(rope_parameters={SLIDING: PROPORTIONAL[SLIDING]}),
     dict(rope_parameters=PROPORTIONAL[FULL]),
     dict(rope_parameters=dict(PROPORTIONAL, full_attention=None)),
@@ -269,6 +292,10 @@ def settings_of(family):
     if family == "granitemoehybrid":
         base |= dict(layer_types=[OF_STATES, FULL, OF_STATES], mamba_n_heads=4, mamba_n_groups=2)
         base |= dict(mamba_d_state=6, mamba_d_conv=3, shared_intermediate_size=10)
+    if family == "deepseek_v3":
+        base |= dict(num_key_value_heads=4, head_dim=4, n_group=1, topk_group=1)
+        base |= dict(q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4)
+        base |= dict(v_head_dim=7, n_shared_experts=1, first_k_dense_replace=1)
     if family == "gemma4_text":
         base |= dict(hidden_size_per_layer_input=0, global_head_dim=12, attention_k_eq_v=True)
         base |= dict(num_global_key_value_heads=1, layer_types=[SLIDING, SLIDING, FULL])
@@ -368,7 +395,7 @@ def check():
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, LENGTH))
     counts, silent, seen = {"equal": 0, "refused": 0}, [], set()
     for family in sys.argv[1:] or FAMILIES:
-        base = next(settings_of(family))
+        base, before = next(settings_of(family)), counts["equal"]
         for values in settings_of(family):
             odd = {k: v for k, v in values.items() if base.get(k, "") != v}
             odd |= {k: "left out" for k in base.keys() - values}
@@ -401,6 +428,9 @@ def check():
                         continue
             silent.append(f"{what}: {found}")
             print(f"{what}: SILENT, {found}", flush=True)
+        if counts["equal"] == before:
+            silent.append(f"{family}: nothing is equal, so that nothing was compared")
+            print(silent[-1], flush=True)
     print(f"{len(seen)} settings: {counts['equal']} equal, {counts['refused']} refused, "
           f"{len(silent)} silent")  # fmt: skip
     return not silent

@@ -262,6 +262,7 @@ SAYINGS = [
 # What files of a kind must say.
 NEEDED = {kind: {"hidden_size_per_layer_input": 0} for kind in ("gemma4_text", "gemma4")}
 NEEDED["granitemoehybrid"] = {"layer_types": FULL * 8}
+NEEDED["deepseek_v3"] = {"num_key_value_heads": 32, "head_dim": 64}
 # What the program refuses, and changes no size.
 REFUSED = {
     "rope_type": {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
@@ -387,7 +388,7 @@ UNCOUNTED = {
     "jamba": {"attn_layer_period": 8, "mamba_expand": 2, "num_experts": 16},
     "mamba2": {"state_size": 128, "num_heads": 128, "expand": 2},
     "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64},
-    "deepseek_v3": {"kv_lora_rank": 512, "n_routed_experts": 256, "first_k_dense_replace": 3},
+    "deepseek_v32": {"kv_lora_rank": 512, "n_routed_experts": 256, "index_topk": 2048},
     "gemma3n_text": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 15},
     "llama4_text": {"interleave_moe_layer_step": 1, "layer_types": ["chunked_attention"] * 36},
     "mllama_text_model": {"cross_attention_layers": [3, 8]},

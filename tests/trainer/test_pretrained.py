@@ -1640,6 +1640,7 @@ def test_deepseek_v3_that_is_not_supported_is_refused(changes, named):
     [
         (dict(num_key_value_heads=8), "num_key_value_heads must be 16, as all heads have keys"),
         (dict(kv_lora_rank=0), "kv_lora_rank must be a whole number"),
+        (dict(head_dim=128), "head_dim must be qk_rope_head_dim, 64"),
         (dict(first_k_dense_replace=27), "first_k_dense_replace must be a whole number from 0"),
     ],
 )

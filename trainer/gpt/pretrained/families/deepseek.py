@@ -107,6 +107,9 @@ class DeepSeek(Family):
         if read["num_key_value_heads"] != read["num_attention_heads"]:
             needed = f"{read['num_attention_heads']}, as all heads have keys of their own"
             raise values.wrong("num_key_value_heads", needed, read["num_key_value_heads"])
+        rotary_dim = values.number("qk_rope_head_dim")
+        if read["head_dim"] != rotary_dim:  # transformers turns so many channels, and fails.
+            raise values.wrong("head_dim", f"qk_rope_head_dim, {rotary_dim}", read["head_dim"])
         return super().model(values)
 
     def layers(self, values: ConfigValues) -> dict[str, Any]:
