@@ -18,9 +18,8 @@ from startrail_jax.masks import Causal, Full, Mask
 from startrail_jax.rings.balance import in_zigzag
 from startrail_jax.rings.choices import choose
 from startrail_jax.rings.head_chunks import check_head_chunks
-from startrail_jax.rings.latents import heads_at_once
 from startrail_jax.rings.schedule import Schedule, ring_offsets, unit_cases
-from startrail_jax.rings.sizes import Sizes
+from startrail_jax.rings.sizes import Sizes, heads_at_once
 from startrail_jax.rings.sparse import sparse_cases, sparse_request
 from startrail_jax.rings.sparse_plan import plan_sparse
 from startrail_jax.rings.work import advice_on_balance, kernel_shares, shares

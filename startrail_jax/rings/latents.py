@@ -25,10 +25,7 @@ from jaxtyping import Array, Float, Float32
 from startrail_jax.blocks.base import Block, Pair
 from startrail_jax.blocks.shapes import LatentShard, LseShard, OutShard
 from startrail_jax.blocks.softmax import Partials
-
-EXPANDED_BYTES = 2**28
-"""Keys and values of a unit are made for as many heads at a time as take this many bytes, and for
-one head at least."""
+from startrail_jax.rings.sizes import heads_at_once
 
 
 class Expansion(NamedTuple):
@@ -66,19 +63,6 @@ class Expansion(NamedTuple):
         matrices = (_product("bsr,bsnd->rnd", latent, dx) for dx in both)
         dlatents = jnp.concatenate([dlatent, of_rotated.sum(2)], -1)[:, :, None]
         return dlatents, Expansion(*matrices)
-
-
-def heads_at_once(heads: int, tokens: int, head_dims: int, width: int) -> int:
-    """How many of the heads of a device are expanded at a time: a divisor of them.
-
-    Args:
-        heads: heads of the device.
-        tokens: tokens of a key unit, in all rows.
-        head_dims: channels of a key and of a value together.
-        width: bytes of a number.
-    """
-    most = max(EXPANDED_BYTES // (tokens * head_dims * width), 1)
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
 
 @dataclass(frozen=True)

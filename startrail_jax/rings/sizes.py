@@ -20,6 +20,10 @@ from startrail_jax.tokens.layout import Layout
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, for every dtype that query, key and value may have."""
 
+EXPANDED_BYTES = 2**28
+"""Keys and values of a unit are made for as many heads at a time as take this many bytes, and for
+one head at least."""
+
 # Bytes of an element of what is always float32 (lse, delta, gradients of copies) or int32 (ids).
 _FLOAT32 = 4
 _INT32 = 4
@@ -167,6 +171,19 @@ class Sizes:
     def key_id_bytes(self) -> int:
         """Bytes of the segment ids of the keys; 0 if there are none."""
         return self.batch * self.key_tokens * _INT32 * self.packed * self.id_arrays
+
+
+def heads_at_once(heads: int, tokens: int, head_dims: int, width: int) -> int:
+    """How many of the heads of a device are expanded at a time: a divisor of them.
+
+    Args:
+        heads: heads of the device.
+        tokens: tokens of a key unit, in all rows.
+        head_dims: channels of a key and of a value together.
+        width: bytes of a number.
+    """
+    most = max(EXPANDED_BYTES // (tokens * head_dims * width), 1)
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
 
 def traveller(options: Options, share: Sizes, *, team: int, group: int) -> Side:

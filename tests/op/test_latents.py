@@ -20,7 +20,7 @@ from attention_cases import FLOAT32_ERROR, QUICK, make_attention, relative_error
 from refusals import refused
 from startrail_jax.analysis.hlo import read_traffic
 from startrail_jax.errors import InputError, UnsupportedError
-from startrail_jax.rings import latents
+from startrail_jax.rings import latents, sizes
 from startrail_jax.testing import assert_model_exact, draw_documents
 
 SCHEMES = {
@@ -132,7 +132,7 @@ def results(attention, *problem, call=None, compiler_options=QUICK, **given):
 @contextmanager
 def expanding(at_most):
     """Keys and values of units take this many bytes at a time; traces are not kept from before."""
-    with mock.patch.object(latents, "EXPANDED_BYTES", at_most):
+    with mock.patch.object(sizes, "EXPANDED_BYTES", at_most):
         jax.clear_caches()
         yield
     jax.clear_caches()
@@ -294,10 +294,10 @@ def test_narrow_types_round_about_as_much_as_expanded_keys_do(dtype):
 
 def test_few_heads_are_expanded_at_a_time():
     """Of 16 heads, all or one: the memory for keys and values falls to a part."""
-    assert latents.heads_at_once(16, 131072, 320, 2) == 2
-    assert latents.heads_at_once(16, 2**20, 320, 2) == 1
-    assert latents.heads_at_once(12, 1000, 320, 2) == 12
-    assert latents.heads_at_once(12, 2**18, 160, 2) == 3
+    assert sizes.heads_at_once(16, 131072, 320, 2) == 2
+    assert sizes.heads_at_once(16, 2**20, 320, 2) == 1
+    assert sizes.heads_at_once(12, 1000, 320, 2) == 12
+    assert sizes.heads_at_once(12, 2**18, 160, 2) == 3
     attention = make_attention(st.Degrees(), causal=True)
     heads, rank, channels, length = 16, 16, 16, 512
     shapes = [(1, length, heads, channels), (1, length, rank), (rank, heads, channels)]

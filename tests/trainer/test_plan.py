@@ -19,6 +19,7 @@ import transformers
 
 import startrail_jax as st
 from configs import RECIPES
+from models.parts.attention import keys_of
 from plan import find_run, main
 from plans import MODELS, OF_RECIPES, plan
 from programs import check_first_step
@@ -556,6 +557,8 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     values |= {"full_attention_interval": 2} if is_hybrid else {}
     types = {"layer_types": ["linear_attention", "full_attention"]}
     values |= types if kind == "olmo_hybrid" else {}
+    values |= {"layer_types": FULL * 2} if kind == "granitemoehybrid" else {}
+    values |= {"first_k_dense_replace": 1} if kind == "deepseek_v3" else {}
     (tmp_path / "config.json").write_text(json.dumps(values))
     few = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
     model = sizes_of(tmp_path)
@@ -574,7 +577,8 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     assert config.model == dataclasses.replace(told, dtype="bfloat16")
     assert config.mesh.degrees == vars(found.frugal.degrees)
     assert model.is_gated == told.attention_gate
-    for name in ("head_dim", "head", "qk_norm", "layer_mixers"):
+    assert model.head_dim == next(iter(keys_of(told).values())).head_dim
+    for name in ("head", "qk_norm", "layer_mixers"):
         assert getattr(model, name) == getattr(told, name)
     if kind == "llama":
         # Flags change the model of a folder.

@@ -26,7 +26,7 @@ import numpy as np
 
 from models.parts.recurrence import Recurrence
 from startrail_jax.linear.sizes import LayerSizes
-from startrail_jax.rings.latents import heads_at_once
+from startrail_jax.rings.sizes import heads_at_once
 from trainer.planner.models import DISPATCHES, ModelSizes
 from trainer.planner.quantities import GIB
 

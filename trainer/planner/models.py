@@ -398,7 +398,7 @@ class ModelSizes:
     @cached_property
     def qk_norm(self) -> bool:
         """True if queries and keys are normalised before attention."""
-        return any("/query_norm/" in path for path in self.weights)
+        return any("/key_norm/" in path for path in self.weights)
 
     @property
     def is_gated(self) -> bool:
