@@ -169,7 +169,7 @@ class Explanation:
         if self.heads_at_once is not None:
             lines.append(
                 "  keys and values are made of latents as these arrive, for "
-                f"{self.heads_at_once} heads at a time"
+                f"{self.heads_at_once} of a device's heads at a time"
             )
         if not isinstance(self.mask, (Full, Causal)):
             lines.append(f"  exchange {self.exchange!r}: {self.why}")

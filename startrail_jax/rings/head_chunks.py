@@ -42,7 +42,7 @@ def in_chunks(
     A chunk begins when the last but one is done, in both passes, so that `AT_ONCE` of them take
     memory at a time. `attend` gets the number of a chunk's first query head, and its q
     [b, t, n, h], k [b, s, k, h] and v [b, s, k, v]; it gives out and lse. Neighbouring heads share
-    a key head. Latents have no v, and one key head, which is one chunk.
+    a key head. Latents are one key head without v, and so one chunk.
     """
     if head_chunks == 1 or v is None:
         return attend(0, q, k, v)

@@ -322,7 +322,7 @@ def test_settings_are_said():
     sizes = dict(seq_len=2**20, heads=16, head_dim=192, value_head_dim=128)
     found = attention.explain(**sizes, latent_dim=576, platform="cuda", capability=(9, 0))
     assert (found.backend, found.heads_at_once, found.travels) == ("cudnn", 1, "kv")
-    assert "for 1 heads at a time" in str(found)
+    assert "for 1 of a device's heads at a time" in str(found)
     assert attention.explain(**sizes).heads_at_once is None
     with refused(InputError, "latent_dim=576, kv_heads=4"):
         attention.explain(**sizes, latent_dim=576, kv_heads=4)
