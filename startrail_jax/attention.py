@@ -440,29 +440,35 @@ class Attention(Sharded):
         Raises:
             ValueError: if shapes or dtypes do not fit each other or the mesh.
         """
-        trees = visible_until is not None
-        if trees:
-            slopes = given.get("slopes")
-            ids = key_segments if query_segments is None else query_segments
-            check_trees(self.resolved_mask, segment_ids=ids, slopes=slopes)
-            query_segments = key_segments = visible_until
+        trees, ids = visible_until is not None, (query_segments, key_segments)
+        if visible_until is not None:
+            ids = self._ends_as_ids(visible_until, ids, given.get("slopes"))
         check_shards(
             query,
             key,
             value,
-            query_segments,
-            key_segments,
+            *ids,
             degrees=self.degrees,
             layout=self.layout,
             mask=self.resolved_mask,
         )
         whole = given_to_shards(self.schedule, query, key, **given)
         kv_heads = key.shape[2] * self.degrees.tensor
-        shared = query_segments is key_segments
-        if not trees:
-            query_segments, key_segments = self.mark_padding((query_segments, key_segments))
-        ids = query_segments, query_segments if shared else key_segments
+        ids = ids if trees else self._marked(ids)
         return self._on_device(whole, query, key, value, *ids, kv_heads=kv_heads, trees=trees)
+
+    def _ends_as_ids(
+        self, visible_until: Array, ids: tuple[Array | None, Array | None], slopes: Any = None
+    ) -> tuple[Array, Array]:
+        """`visible_until` in the place of segment ids, of which none may be given."""
+        given = ids[1] if ids[0] is None else ids[0]
+        check_trees(self.resolved_mask, segment_ids=given, slopes=slopes)
+        return visible_until, visible_until
+
+    def _marked(self, ids: tuple[Array | None, Array | None]) -> tuple[Any, Any]:
+        """Segment ids with their padding marked; one array for both sides stays one."""
+        of_queries, of_keys = self.mark_padding(ids)
+        return of_queries, of_queries if ids[0] is ids[1] else of_keys
 
     def latent(
         self,
@@ -549,21 +555,16 @@ class Attention(Sharded):
         Raises:
             ValueError: if shapes or dtypes do not fit each other or the mesh.
         """
-        trees = visible_until is not None
-        if trees:
-            ids = key_segments if query_segments is None else query_segments
-            check_trees(self.resolved_mask, segment_ids=ids, slopes=None)
-            query_segments = key_segments = visible_until
+        trees, ids = visible_until is not None, (query_segments, key_segments)
+        if visible_until is not None:
+            ids = self._ends_as_ids(visible_until, ids)
         self.resolved_mask.check_closed("latent_local")
         arrays = query, latent, rotated_key, key_kernel, value_kernel
         rest = {"degrees": self.degrees, "layout": self.layout, "mask": self.resolved_mask}
         check_latents(*arrays, **rest, shards=True)
-        check_segments(query, latent, ids_of_shards(query_segments, key_segments))
+        check_segments(query, latent, ids_of_shards(*ids))
         given = ScoreInputs(expansion=Expansion.of(key_kernel, value_kernel))
-        shared = query_segments is key_segments
-        if not trees:
-            query_segments, key_segments = self.mark_padding((query_segments, key_segments))
-        ids = query_segments, query_segments if shared else key_segments
+        ids = ids if trees else self._marked(ids)
         shards = query, joined(latent, rotated_key), None, *ids
         return self._on_device(given, *shards, kv_heads=self.degrees.tensor, trees=trees)
 

@@ -186,7 +186,7 @@ def attend_slots(
     groups = q.reshape(batch, length, k.shape[2], -1, head_dim).astype(jnp.float32)
     factor = head_dim**-0.5 if schedule.scale is None else schedule.scale
     visible = _visible(attention, schedule, positions, slots, ends)[:, None, None]
-    logits, _ = cap_logits(_dot("btkgh,bskh->bkgts", groups, k) * factor, schedule.softcap)
+    logits, _ = cap_logits(float32_dot("btkgh,bskh->bkgts", groups, k) * factor, schedule.softcap)
     if slopes is not None:
         far = jnp.abs(positions[:, :, None] - slots[None, None]).astype(jnp.float32)
         far = far[:, None, None]
@@ -199,7 +199,7 @@ def attend_slots(
     # Slots that no query sees may hold anything, and a weight of 0 times NaN is NaN.
     v = jnp.where(visible.any((1, 2, 3))[..., None, None], v, 0)
     # The total of a row that sees a slot is at least 1.
-    out = _dot("bkgts,bskv->btkgv", weights / jnp.maximum(total, 1.0), v)
+    out = float32_dot("bkgts,bskv->btkgv", weights / jnp.maximum(total, 1.0), v)
     lse = jnp.where(total > 0, highest + jnp.log(jnp.maximum(total, 1.0)), EMPTY)
     out = out.reshape(batch, length, heads, v.shape[-1])
     return out, lse.reshape(batch, heads, length)
@@ -289,5 +289,8 @@ def _update(attention: Sharded, specs: tuple[PartitionSpec, ...], *arrays: Array
     )(*arrays)
 
 
-def _dot(formula: str, x: Float32[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
-    return jnp.einsum(formula, x, y.astype(jnp.float32), precision="highest")
+def float32_dot(
+    formula: str, x: Float[Array, "..."], y: Float[Array, "..."]
+) -> Float32[Array, "..."]:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.einsum(formula, x, y, precision="highest")

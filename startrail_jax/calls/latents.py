@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from startrail_jax.blocks.shapes import LatentShard, OutShard, QueryShard
-from startrail_jax.calls.cache import attend_slots, decode_spec, merge_slots
+from startrail_jax.calls.cache import attend_slots, decode_spec, float32_dot, merge_slots
 from startrail_jax.calls.sharding import Sharded
 from startrail_jax.calls.trees import check_trees, ends_of_slots
 from startrail_jax.calls.validation import (
@@ -187,11 +187,11 @@ def decode_latent_shards(
         check_trees(schedule.mask, segment_ids=None, slopes=None)
         ends, schedule = ends_of_slots(visible_until, cache.shape[:2]), for_trees(schedule)
     rank, _, channels = key_kernel.shape
-    absorbed = _dot("btnd,rnd->btnr", query[..., :channels], key_kernel)
+    absorbed = float32_dot("btnd,rnd->btnr", query[..., :channels], key_kernel)
     rows = jnp.concatenate([absorbed, query[..., channels:].astype(jnp.float32)], -1)
     values = cache[..., :rank]
     out, lse = attend_slots(attention, schedule, rows, cache, values, positions, None, ends)
-    out = _dot("btnr,rnv->btnv", out, value_kernel)
+    out = float32_dot("btnr,rnv->btnv", out, value_kernel)
     return merge_slots(attention, out, lse).astype(query.dtype)
 
 
@@ -218,8 +218,3 @@ def _check_cache(
             "query."
         )
     check_positions(positions, query.shape[:2])
-
-
-def _dot(formula: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.einsum(formula, x, y, precision="highest")
