@@ -13,10 +13,14 @@ from models.parts.gated_delta import LinearConfig
 from models.parts.latent import LatentConfig
 from programs import SMALL, check_first_step, learnable_tokens, make_config, placed
 from programs import make_program as program_of
+from refusals import refused
+from startrail_jax.errors import InputError
 from trainer.config import LoraConfig, OptimizerConfig
 from trainer.data.batches import place
 from trainer.gpt.batches import next_token_batch
+from trainer.gpt.config import DataConfig
 from trainer.parallel.partition import path_name, split_adapters
+from trainer.parallel.splits import check_parts
 
 STEPS = 10
 # A dense layer first, as in DeepSeek V3, and layers of linear attention, as in Kimi Linear.
@@ -153,3 +157,15 @@ def test_sizes_of_the_planner_are_those_of_the_weights():
     products = 2 * (2 * (sizes.matrices + 24 * 48) + 3 * sizes.active_adapters)
     flops = products + 3 * (states + pairs)
     assert sizes.flops_per_token(64) == pytest.approx(flops, rel=1e-12)
+
+
+@pytest.mark.parametrize("mixers", [("latent",), ("latent", "attention")])
+def test_batches_of_documents_let_devices_along_tensor_share_latents(mixers):
+    """But no key head of the layers of attention beside them."""
+    model = MOONLIGHT | dict(kv_heads=1, mixers=mixers, linear=LinearConfig())
+    config = make_config(model, data=DataConfig(batches="documents"))
+    if mixers == ("latent",):
+        check_parts(config, st.Degrees(ring=2, tensor=2))
+        return
+    with refused(InputError, "mesh.tensor must divide the key heads", "tensor=2, kv_heads=1"):
+        check_parts(config, st.Degrees(ring=2, tensor=2))

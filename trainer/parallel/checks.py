@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from models.config import GPTConfig
-from models.parts.attention import keys_of
+from models.parts.attention import Keys, keys_of
 from models.parts.gpt import recurrences_of
 from startrail_jax.attention import Attention
 from startrail_jax.devices.degrees import Degrees
@@ -79,11 +79,16 @@ def check_step(config: TrainConfig, degrees: Degrees, partition: Partition) -> N
         )
 
 
+def kinds_of_keys(model: Any) -> tuple[Keys, ...]:
+    """The keys of each kind of layers of a model."""
+    if not isinstance(model, GPTConfig):
+        return (Keys(model.kv_heads, model.head_dim),)
+    return tuple(keys_of(model).values())
+
+
 def kv_heads_of(model: Any) -> tuple[int, ...]:
     """The numbers of key heads of the layers of a model."""
-    if not isinstance(model, GPTConfig):
-        return (model.kv_heads,)
-    return tuple({keys.heads: None for keys in keys_of(model).values()})
+    return tuple({keys.heads: None for keys in kinds_of_keys(model)})
 
 
 def check_linear(tensor: int, config: TrainConfig) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.config import GPTConfig
-from models.parts.attention import keys_of
 from startrail_jax.attention import Attention
 from startrail_jax.devices.axes import device_kind
 from startrail_jax.devices.degrees import SEQUENCE_ROLES, Degrees
@@ -26,7 +24,7 @@ from startrail_jax.traffic.settings import legal_degrees
 from trainer.config import TrainConfig
 from trainer.data.parts import DeviceSplit, Parts
 from trainer.objective import Objective
-from trainer.parallel.checks import kv_heads_of
+from trainer.parallel.checks import kinds_of_keys, kv_heads_of
 from trainer.parallel.degrees import algorithms, transfers
 
 
@@ -87,10 +85,9 @@ def check_parts(config: TrainConfig, degrees: Degrees) -> None:
             f"sizes; got inner={config.attention.inner} with data.batches='documents'. Leave one "
             "of them out."
         )
-    shared = [heads for heads in kv_heads_of(config.model) if heads % degrees.tensor]
-    if isinstance(config.model, GPTConfig):  # Devices along `tensor` share latents as they are.
-        latents = [keys.heads for keys in keys_of(config.model).values() if keys.latent_dim]
-        shared = [heads for heads in shared if heads not in latents]
+    # Devices along `tensor` share latents as they are.
+    heads = [x.heads for x in kinds_of_keys(config.model) if x.latent_dim is None]
+    shared = [x for x in heads if x % degrees.tensor]
     if shared:
         raise InputError(
             "With data.batches='documents', mesh.tensor must divide the key heads; got "

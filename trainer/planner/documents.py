@@ -202,7 +202,9 @@ def forecast(found: Candidates, sizes: DocumentSizes, fill: float = 1.0) -> Docu
     """The mesh on which whole documents, none of them longer than a row, are predicted to be the
     fastest; None if no setting of rows fits the memory and has key heads for all shards of
     `tensor`, as documents need."""
-    kv_heads = math.gcd(*(x.kv_heads for x in found.call.model.attentions.values()))
+    # Those along `tensor` share latents as they are.
+    each = found.call.model.attentions.values()
+    kv_heads = math.gcd(*(x.kv_heads for x in each if x.latent_dim is None))
     ours = ~found.mask(lambda s: s.published | (kv_heads % s.tensor > 0))
     counts = sorted({int(n) for step, _ in found.kinds for n in step.settings.sequence})
     meshes = [
