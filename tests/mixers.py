@@ -33,6 +33,13 @@ def losses_of(program, state):
     return run_steps(program, state, map(batch, range(program.config.steps)))[0]
 
 
+def check_losses(found, one_device, *, fall):
+    """Losses and gradient norms of a mesh beside those of one device, whose loss must fall."""
+    np.testing.assert_allclose(found[:, 0], one_device[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(found, one_device, rtol=1e-4)
+    assert one_device[-1, 0] < one_device[0, 0] - fall
+
+
 def program_fixtures(config):
     """The program of a config on some degrees, with changes; and two fixtures of a module: its
     first state, and the losses of one device that begins with it."""
