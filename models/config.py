@@ -10,6 +10,7 @@ from models.checks import check_minimum, check_range
 from models.parts.attention import ATTENTIONS, GlobalConfig
 from models.parts.experts import ExpertsConfig
 from models.parts.gated_delta import LinearConfig
+from models.parts.kda import KDAConfig
 from models.parts.latent import LatentConfig
 from models.parts.ssd import SSDConfig
 from models.weights import Norms
@@ -173,7 +174,7 @@ class GPTConfig:
     """True if a gate, the sigmoid of a projection, multiplies the outputs of attention, as in
     Qwen3.5."""
     mixers: tuple[
-        Literal["attention", "global_attention", "latent", "linear", "ssd", "none"], ...
+        Literal["attention", "global_attention", "latent", "linear", "kda", "ssd", "none"], ...
     ] = ("attention",)
     """Mixer of each layer, which combines tokens: the list repeats. `linear linear linear
     attention` is three layers of linear attention and one of attention, repeated, as in Qwen3.5;
@@ -186,6 +187,8 @@ class GPTConfig:
     """Layers of latent attention."""
     linear: LinearConfig = field(default_factory=LinearConfig)
     """Layers of linear attention."""
+    kda: KDAConfig = field(default_factory=KDAConfig)
+    """Layers of Kimi Delta Attention."""
     ssd: SSDConfig = field(default_factory=SSDConfig)
     """Layers of Mamba-2."""
     feed_forwards: tuple[Literal["mlp", "experts", "none"], ...] = ("mlp",)
@@ -281,6 +284,7 @@ class GPTConfig:
         self.global_attention.check(self)
         self.latent.check(self)
         self.linear.check(self)
+        self.kda.check(self)
         self.ssd.check(self)
         self.experts.check(self)
         stretches_some = self.rope.stretches == "global" and self.rope.scaling != "none"

@@ -61,7 +61,7 @@ class GatedDeltaNet(RecurrentMixer):
         """The layer, without rotation and window; returns its output and the cache of `attend`."""
 
         def finish(query: Array, key: Array, value: Array) -> Heads:
-            return _normalised(query), _normalised(key), value
+            return normalised(query), normalised(key), value
 
         inputs = self.inputs(x)
         decay = in_float32(projected(self.decay(x))) + self.decay_bias[...][None, None]
@@ -78,7 +78,7 @@ def _decay_rate(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     return jnp.log(uniform(key, shape, 0.01, 16.0))
 
 
-def _normalised(x: Float[Array, "B T heads K"]) -> Float[Array, "B T heads K"]:
+def normalised(x: Float[Array, "B T heads K"]) -> Float[Array, "B T heads K"]:
     """Vectors of length 1, with the 1e-6 beneath the root that the code of the paper has."""
     y = in_float32(x)
     return (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)

@@ -104,7 +104,7 @@ class RecurrentMixer(nnx.Module):
         self,
         inputs: Sequence[Float[Array, "B T _ _"]],
         finish: Callable[[Array, Array, Array], Heads],
-        decay: Float32[Array, "B T heads"],
+        decay: Float32[Array, "B T heads"] | Float32[Array, "B T heads channels"],
         beta: Float32[Array, "B T heads"],
         attend: CachedLinearFn,
         biases: Sequence[Array] = (),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from models.config import GPTConfig
-from models.parts import attention, experts, gated_delta, latent, mlp, ssd
+from models.parts import attention, experts, gated_delta, kda, latent, mlp, ssd
 from models.parts.recurrence import Recurrence
 from models.weights import Norms, Weight, below, scale, stacked, weight
 
@@ -60,6 +60,12 @@ MIXERS = {
         weights=gated_delta.weights,
         norms=gated_delta.norms,
         recurrence=gated_delta.recurrence,
+    ),
+    "kda": Mixer(
+        prefix="kda_",
+        module="models.kda:KimiDeltaAttention",
+        weights=kda.weights,
+        recurrence=kda.recurrence,
     ),
     "ssd": Mixer(
         prefix="ssd_",

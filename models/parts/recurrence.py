@@ -33,6 +33,9 @@ class Recurrence:
     """True if a token writes the difference to what the state holds (the delta rule)."""
     by_channel: bool = False
     """True if each channel of a key has its own decay."""
+    rank: int | None = None
+    """Channels between two matrices that make the gate of the output or the decays of channels;
+    None if each has one matrix."""
 
     @property
     def name(self) -> str:
@@ -54,6 +57,11 @@ class Recurrence:
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
+    def decays(self) -> int:
+        """Decays of channels of a token, beside the gates of heads."""
+        return self.heads * self.key_dim if self.by_channel else 0
+
+    @property
     def state_flops(self) -> int:
         """FLOPs of the recurrence for each token, forward."""
         return 2 * (3 if self.delta else 2) * self.values * self.key_dim
@@ -61,14 +69,16 @@ class Recurrence:
     @property
     def moved(self) -> int:
         """Elements of a token that its kernels read and write in a forward pass: query, key and
-        value are joined, convolved and normalised, and the output is normalised and multiplied."""
-        return 6 * self.channels + 4 * self.values
+        value are joined, convolved and normalised, the output is normalised and multiplied, and
+        decays of channels become float32."""
+        return 6 * self.channels + 4 * self.values + 3 * self.decays
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the dimensions of its weights, by name."""
         names = ("key_heads", "key_dim", "value_dim", "conv")
-        return {"value_heads": self.heads, **{name: getattr(self, name) for name in names}}
+        found = {"value_heads": self.heads, **{name: getattr(self, name) for name in names}}
+        return found if self.rank is None else found | {"gate_rank": self.rank}
 
     def on_device(self, tensor: int) -> Recurrence:
         """The recurrence of one device, where `tensor` devices share the heads."""

@@ -111,6 +111,10 @@ def _narrow(model: GPTConfig, channels: int, *, least_words: int, keeps: bool) -
         key_dim = linear.key_dim or model.head_dim
         value_dim = fewer(linear.value_dim or key_dim)
         linear = replace(linear, key_dim=fewer(key_dim), value_dim=value_dim)
+    kda = model.kda
+    if "kda" in model.layer_mixers:
+        rank = kda.rank and min(kda.rank, channels)
+        kda = replace(kda, head_dim=fewer(kda.head_dim or model.head_dim), rank=rank)
     if "ssd" in model.layer_mixers:
         head_dim = fewer(ssd.head_dim or model.head_dim)
         ssd = replace(ssd, head_dim=head_dim, state_dim=fewer(ssd.state_dim))
@@ -125,6 +129,7 @@ def _narrow(model: GPTConfig, channels: int, *, least_words: int, keeps: bool) -
         mlp_width=min(model.mlp_width, channels),
         rope=rope,
         linear=linear,
+        kda=kda,
         ssd=ssd,
         global_attention=own,
         latent=latent,

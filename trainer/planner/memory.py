@@ -384,11 +384,13 @@ def _of_layers(
 
 
 def _recurrence_inputs(sizes: StepSizes, recurrence: Recurrence) -> Amount:
-    """Bytes of query, key, value, the gate of the output, and gates, as projected."""
+    """Bytes of query, key, value, the gate of the output, gates and decays, as projected."""
     tensor = sizes.degrees.tensor
     keys = 2 * np.maximum(recurrence.key_heads // tensor, 1) * recurrence.key_dim
-    values_and_gates = (2 * recurrence.values + recurrence.gates * recurrence.heads) // tensor
-    return sizes.tokens * (keys + values_and_gates) * sizes.model.itemsize
+    gates = recurrence.gates * recurrence.heads + recurrence.decays
+    shared = 2 * (recurrence.rank or 0)  # Of the gate of the output and of the decays.
+    channels = keys + (2 * recurrence.values + gates) // tensor + shared
+    return sizes.tokens * channels * sizes.model.itemsize
 
 
 def _recurrence_states(sizes: StepSizes, recurrence: Recurrence) -> Amount:
