@@ -40,6 +40,14 @@ FAMILIES = {
         ("deepseek_v3", "moonlight"),
         (("query", "out", *EXPERTS), ("key", "value", "latent", "rotated"), ("value", *SHARED)),
     ),
+    **dict.fromkeys(
+        ("kimi_linear", "kimi_linear_rank"),
+        (
+            ("query", "out", "beta", *EXPERTS),
+            ("key", "decay_down", "decay", "rotated"),
+            ("value", "out_gate_down", "out_gate", *SHARED),
+        ),
+    ),
     "nemotron3": (
         ("query", "expert_up", "expert_down"),
         ("expert_up",),

@@ -296,6 +296,11 @@ def settings_of(family):
         base |= dict(num_key_value_heads=4, head_dim=4, n_group=1, topk_group=1)
         base |= dict(q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4)
         base |= dict(v_head_dim=7, n_shared_experts=1, first_k_dense_replace=1)
+    if family == "kimi_linear":
+        base |= dict(num_key_value_heads=4, n_group=1, topk_group=1, n_shared_experts=1)
+        base |= dict(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=7)
+        base |= dict(linear_attn_config=KDA, mla_use_nope=True)
+        base = {FAMILIES[family].in_file(key): value for key, value in base.items()}
     if family == "gemma4_text":
         base |= dict(hidden_size_per_layer_input=0, global_head_dim=12, attention_k_eq_v=True)
         base |= dict(num_global_key_value_heads=1, layer_types=[SLIDING, SLIDING, FULL])
@@ -305,15 +310,17 @@ def settings_of(family):
     wide = ("hidden_size", "intermediate_size", "num_hidden_layers")
     only = {**ONLY, **FAMILIES[family].only}
     flags = {*only, *FAMILIES[family].switches, "tie_word_embeddings", "use_sliding_window"}
+    flags |= {*FAMILIES[family].renamed}
     flags |= {"norm_topk_prob", "attention_k_eq_v", "use_double_wide_mlp", "mamba_conv_bias"} & {
         *FAMILIES[family].keys
     }
-    for key in sorted({*READ, *FAMILIES[family].keys, *only} - {"model_type"}):
+    keys = {*READ, *FAMILIES[family].keys, *FAMILIES[family].renamed, *only}
+    for key in sorted(keys - {"model_type"}):
         if key not in wide:
             yield {name: value for name, value in base.items() if name != key}
         yield base | {key: None}
         yield from (base | {key: value} for value in (False, True) if key in flags)
-    for odd in ODD:
+    for odd in (*ODD, *ODD_OF.get(family, ())):
         yield base | odd
 
 
@@ -343,6 +350,7 @@ def logits_of_torch(folder, tokens):
         "olmo_hybrid",
         "mixtral",
         "granitemoehybrid",
+        "kimi_linear",
     ):  # Files have other tensors than models.
         values = (folder / "config.json").read_bytes()
         model.save_pretrained(folder)
@@ -356,6 +364,53 @@ def logits_of_torch(folder, tokens):
 
 def error_of(logits, wanted):
     return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
+
+
+KDA = dict(full_attn_layers=[2], kda_layers=[1, 3], num_heads=2, head_dim=4,
+           short_conv_kernel_size=3)  # fmt: skip
+ODD_OF = {
+    "kimi_linear": [
+        *(
+            dict(linear_attn_config=KDA | x)
+            for x in (
+                dict(full_attn_layers=[3], kda_layers=[1, 2]),
+                dict(full_attn_layers=[3], kda_layers=[1]),
+                dict(full_attn_layers=[2], kda_layers=[0, 1]),
+                dict(full_attn_layers=[1, 2, 3], kda_layers=[]),
+                dict(full_attn_layers=[], kda_layers=[1, 2, 3]),
+                dict(full_attn_layers=[2, 3], kda_layers=[1, 3]),
+                dict(full_attn_layers=[2, 4], kda_layers=[1, 3]),
+                dict(kda_layers=None),
+                dict(num_heads=3, head_dim=6, short_conv_kernel_size=2),
+                dict(num_heads=0),
+                dict(no_such_key=1),
+            )
+        ),
+        dict(linear_attn_config={}),
+        dict(linear_attn_config=KDA, layer_types=[FULL, OF_STATES, FULL]),
+        dict(linear_attn_config=KDA, linear_head_dim=6, linear_num_heads=4),
+        dict(linear_attn_config=None, layer_types=[OF_STATES, FULL, FULL], linear_head_dim=6),
+        dict(mlp_layer_types=["sparse", "dense", "sparse"]),
+        dict(mlp_layer_types=["dense"] * 3),
+        dict(mlp_layer_types=["dense", "sparse"]),
+        dict(mlp_layer_types=["sparse"] * 3, first_k_dense_replace=2),
+        dict(num_experts_per_token=3),
+        dict(num_experts_per_token=3, num_experts_per_tok=2),
+        dict(num_shared_experts=2),
+        dict(num_shared_experts=0),
+        dict(num_expert_group=2, num_experts_per_token=2, topk_group=2),
+        dict(num_expert_group=2, topk_group=1),
+        dict(num_expert_group=3),
+        dict(model_max_length=7, max_position_embeddings=9),
+        dict(moe_router_activation_func="softmax"),
+        dict(moe_router_activation_func="sigmoid", use_grouped_topk=True, moe_layer_freq=1),
+        dict(moe_layer_freq=2),
+        dict(num_local_experts=4),
+        dict(moe_renormalize=False, norm_topk_prob=True),
+        dict(head_dim=72, rope_theta=9.0, rope_scaling=None),
+        dict(q_lora_rank=10),
+    ]
+}
 
 
 def windows_of(config):

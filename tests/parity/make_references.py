@@ -6,9 +6,11 @@ python tests/parity/make_references.py --check    # compares with models that it
 """
 
 import argparse
+import contextlib
 import copy
 import sys
 import tempfile
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +90,17 @@ OF_LATENTS = dict(
     v_head_dim=7,
     num_nextn_predict_layers=0,
 )
+OF_OTHERS = ("n_routed_experts", "first_k_dense_replace")
+OF_KIMI = dict(
+    num_local_experts=9,
+    q_lora_rank=None,
+    rms_norm_eps=1e-3,  # The first tokens have small outputs, and norms make rounding errors grow.
+    linear_num_heads=4,
+    linear_head_dim=5,
+    linear_conv_kernel_dim=3,
+)
+KDA_FIRST = ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"]
+DENSE_FIRST = ["dense", *["sparse"] * 4]
 ROPE_GLM4V = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
 SMALLER = dict(intermediate_size=12, num_key_value_heads=1, head_dim=4)
 GEMMA3 = SMALLER | dict(
@@ -368,6 +381,29 @@ CASES = {
         ),
         "bfloat16",
     ),
+    # Kimi Delta Attention with a kernel of 3, latents without positions, groups of experts.
+    "kimi_linear": (
+        "KimiLinear",
+        {key: x for key, x in (OF_GLM4_MOE | OF_LATENTS).items() if key not in OF_OTHERS}
+        | OF_KIMI
+        | dict(num_hidden_layers=5, layer_types=KDA_FIRST, mlp_layer_types=DENSE_FIRST),
+        "float32",
+    ),
+    # As published: experts of one group, and shares that are not normalised; narrow queries.
+    "kimi_linear_rank": (
+        "KimiLinear",
+        {key: x for key, x in (OF_GLM4_MOE | OF_LATENTS).items() if key not in OF_OTHERS}
+        | OF_KIMI
+        | dict(
+            layer_types=KDA_FIRST[-3:],
+            mlp_layer_types=DENSE_FIRST[:3],
+            q_lora_rank=10,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=False,
+        ),
+        "bfloat16",
+    ),
 }
 TOWER = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8,
@@ -426,6 +462,8 @@ def make_model(name, seed):
             scale = centre + noise / 4 if "norm" in path else noise * weight.shape[-1] ** -0.5
             if family == "Gemma4" and "q_norm" in path:
                 scale = scale / 2  # Its logits of attention have no other factor.
+            if family == "KimiLinear" and "A_log" in path:
+                scale = scale * weight.numel() ** -0.5  # [1, 1, heads, 1].
             weight.copy_(scale.to(getattr(torch, dtype)))
         for path, bias in model.named_buffers():
             if path.endswith("e_score_correction_bias"):
@@ -456,8 +494,9 @@ def compute(model, seed):
     generator = np.random.default_rng(seed)
     tokens = generator.integers(0, SIZES["vocab_size"], (2, LENGTH + 1))
     ids = torch.tensor(tokens)
-    out = model(input_ids=ids, labels=ids)
-    out.loss.backward()
+    with in_float64(model):
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
     weights = of_text(dict(model.named_parameters()))
     gradients = {name: x.grad.numpy().astype("f4") for name, x in weights.items()}
     if model.config.model_type == "olmo_hybrid":
@@ -466,6 +505,8 @@ def compute(model, seed):
         gradients = {x.replace("model.", "backbone.", 1): y for x, y in gradients.items()}
     if model.config.model_type == "granitemoehybrid":
         gradients = {of_granite(name): x for name, x in gradients.items()}
+    elif model.config.model_type == "kimi_linear":
+        gradients = of_kimi(gradients, model.config)
     elif model.config.model_type != "gpt_oss":
         gradients = by_expert(gradients, model.config.model_type)
     return {
@@ -475,6 +516,29 @@ def compute(model, seed):
         "loss": np.float32(out.loss.item()),
         **{f"gradient {name}": x for name, x in gradients.items()},
     }
+
+
+class Float64:
+    """torch, with float64 under the name of float32."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def in_float64(model):
+    """Kimi Delta Attention in float64 too: its own float32 is off by 1e-5 of the logits."""
+    if model.config.model_type != "kimi_linear":
+        yield
+        return
+    code = sys.modules[type(model).__module__]
+    with (
+        unittest.mock.patch.object(code, "torch", Float64()),
+        unittest.mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
 
 
 def of_text(arrays):
@@ -519,6 +583,24 @@ def of_granite(name):
     ):
         name = name.replace(f"block_sparse_moe.{loaded}", f"block_sparse_moe.{published}")
     return name
+
+
+def of_kimi(arrays, config):
+    """The arrays of a Kimi Linear under the names in files."""
+    channels = config.linear_num_heads * config.linear_head_dim
+    kinds = enumerate(config.mlp_layer_types)
+    dense = tuple(f"model.layers.{i}." for i, kind in kinds if kind == "dense")
+    found = {}
+    for name, x in arrays.items():
+        name = name.replace("self_attn.forget_gate.", "self_attn.")
+        if "self_attn.conv1d" in name:
+            parts = dict(zip("qkv", np.split(x, [channels, 2 * channels]), strict=True))
+            found |= {name.replace("conv1d", f"{letter}_conv1d"): y for letter, y in parts.items()}
+        else:
+            found[name] = x
+    of_dense = {name: x for name, x in found.items() if name.startswith(dense)}
+    others = {name: x for name, x in found.items() if name not in of_dense}
+    return of_dense | by_expert(others, "mixtral")
 
 
 def as_in_files(arrays, config):

@@ -378,6 +378,8 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         ("glm4_moe", ("gate", "value")),
         ("deepseek_v3", ("query_down", "latent", "key", "out")),
         ("deepseek_v3", ("query", "rotated", "value", "gate")),
+        ("kimi_linear", ("decay_down", "decay", "beta", "latent", "up")),
+        ("kimi_linear_rank", ("query_down", "out_gate_down", "out_gate", "key", "out")),
         ("moonlight", ("query", "key", "value", "rotated", "latent")),
         ("nemotron_h", ("query", "value", "out_gate", "step", "up")),
         ("nemotron_h", ("key", "step")),
@@ -396,8 +398,10 @@ def test_adapters_of_rows_of_a_tensor_are_those_that_are_merged(family, targets,
     wanted |= {x.split(".")[-2] for x in described.get("target_parameters", ())}
     seen = set()
     for name in base:
-        # Files of Nemotron-H have another name for the model.
+        # Files of Nemotron-H have another name for the model, and of Kimi Linear for some modules.
         in_memory = name.replace("backbone.", "model.").removesuffix("weight")
+        in_memory = in_memory.replace("self_attn.f_", "self_attn.forget_gate.f_")
+        in_memory = in_memory.replace("block_sparse_moe.shared", "mlp.shared")
         key = f"base_model.model.{in_memory}"
         module = name.split(".")[-2]
         if f"{key}lora_A.weight" not in tensors:

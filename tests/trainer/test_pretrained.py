@@ -1457,6 +1457,7 @@ EXPERTS = {
     "glm4_moe": "glm4_moe",
     "nemotron3": "nemotron_h",
     "deepseek_v3": "deepseek_v3",
+    "kimi_linear": "kimi_linear",
     "granite_moe": "granitemoehybrid",
 }
 
@@ -1661,6 +1662,130 @@ def test_models_like_deepseek_v3_that_are_none_are_not_exported():
     ):  # fmt: skip
         with refused(UnsupportedError, "which none of them has together"):
             family_of(dataclasses.replace(model, **change))
+
+
+FULL_LAYERS = [4, 8, 12, 16, 20, 24, 27]
+KIMI = {  # As published, of Kimi Linear 48B-A3B, without ids of tokens.
+    "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "dtype": "bfloat16",
+    "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"}, "first_k_dense_replace": 1,
+    "head_dim": 72, "hidden_act": "silu", "hidden_size": 2304, "initializer_range": 0.02,
+    "intermediate_size": 9216, "kv_lora_rank": 512, "mla_use_nope": True,
+    "linear_attn_config": {
+        "full_attn_layers": FULL_LAYERS, "head_dim": 128, "num_heads": 32,
+        "kda_layers": [i for i in range(1, 28) if i not in FULL_LAYERS],
+        "short_conv_kernel_size": 4,
+    },
+    "model_max_length": 1_048_576, "moe_intermediate_size": 1024, "moe_layer_freq": 1,
+    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_attention_heads": 32,
+    "num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8,
+    "num_hidden_layers": 27, "num_key_value_heads": 32, "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10_000.0,
+    "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1,
+    "use_cache": True, "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163_840,
+}  # fmt: skip
+
+
+def test_a_kimi_linear_is_what_its_files_say():
+    described = describe(KIMI, "config.json")
+    model, kda, latent = described.model, described.model.kda, described.model.latent
+    assert (described.length, model.norm_eps) == (1_048_576, 1e-5)
+    mixers = ["latent" if i in FULL_LAYERS else "kda" for i in range(1, 28)]
+    assert [*model.layer_mixers] == mixers
+    assert model.layer_feed_forwards == ("mlp", *["experts"] * 26)
+    assert (kda.heads, kda.head_dim, kda.of_model(model).rank, kda.conv) == (32, 128, 128, 4)
+    assert (latent.rank, latent.query_rank, latent.rotary_dim) == (512, None, 64)
+    assert (model.rope.bases, latent.norm_eps) == (("none",), 1e-6)
+    experts = model.experts
+    assert (experts.count, experts.top_k, experts.shared_width) == (256, 8, 1024)
+    assert (experts.scores, experts.choice_bias, experts.share_scale) == ("sigmoid", True, 2.446)
+    # That of transformers: 49,122,675,072 parameters, and the biases of 26 routers.
+    assert sizes_of_gpt(model, name="").elements == 49_122_675_072 + 26 * 256
+    assert family_of(model) == "kimi_linear"
+    values = to_values(model, length=1_048_576, dtype="bfloat16")
+    assert plain(describe(values, "again").model) == plain(model)
+    idle = {"auto_map", "dtype", "head_dim", "initializer_range", "rope_theta", "use_cache"}
+    assert {key: values.get(key) for key in KIMI.keys() - idle} == {
+        key: x for key, x in KIMI.items() if key not in idle
+    }
+
+
+def test_types_of_layers_take_the_place_of_lists_of_layers():
+    types = ["full_attention" if i in FULL_LAYERS else "linear_attention" for i in range(1, 28)]
+    values = {key: x for key, x in KIMI.items() if key != "linear_attn_config"}
+    of_types = values | {"layer_types": types, "mlp_layer_types": ["dense"] + ["sparse"] * 26}
+    del of_types["first_k_dense_replace"]
+    assert describe(of_types, "config.json") == describe(KIMI, "config.json")
+    scattered = of_types | {"mlp_layer_types": ["sparse", "dense"] + ["sparse"] * 25}
+    model = describe(scattered, "config.json").model
+    assert model.layer_feed_forwards == ("experts", "mlp", *["experts"] * 25)
+    again = to_values(model, length=64, dtype="bfloat16")
+    assert plain(describe(again, "again").model) == plain(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(mla_use_nope=False), "mla_use_nope must be True"),
+        (dict(moe_router_activation_func="softmax"), "moe_router_activation_func must be"),
+        (dict(moe_layer_freq=2), "moe_layer_freq must be 1"),
+        (dict(num_experts_per_tok=6), "got num_experts_per_token=8"),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types must be"),
+        (dict(num_local_experts=256), "num_local_experts=256"),
+    ],
+)
+def test_kimi_linear_that_is_not_supported_is_refused(changes, named):
+    with refused(UnsupportedError, named, "'config.json'"):
+        describe(KIMI | changes, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            dict(full_attn_layers=[4]),
+            "whose full_attn_layers and kda_layers name each layer from 1",
+        ),
+        (dict(full_attn_layers=[0, *FULL_LAYERS[1:]]), "name each layer from 1 to 27 once"),
+        (dict(kda_layers=None), "kda_layers name each layer"),
+        (dict(gate=1), "an object with no keys but full_attn_layers"),
+        (dict(kda_layers=[*range(1, 28)], full_attn_layers=[]), "among them full_attention"),
+        (dict(num_heads=0), "linear_num_heads must be a whole number"),
+    ],
+)
+def test_kimi_linear_with_wrong_lists_of_layers_is_refused(changes, named):
+    nested = {"linear_attn_config": KIMI["linear_attn_config"] | changes}
+    with refused(InputError, named, "'config.json'"):
+        describe(KIMI | nested, "config.json")
+
+
+def test_kimi_linear_with_wrong_feed_forwards_is_refused():
+    for kinds in (["sparse"], ["dense"] * 27, ["sparse"] * 26 + ["moe"]):
+        with refused(InputError, "mlp_layer_types", "'config.json'"):
+            describe(KIMI | {"mlp_layer_types": kinds}, "config.json")
+
+
+def test_models_like_kimi_linear_that_are_none_are_not_exported():
+    model = make_config(REFERENCES / "kimi_linear").model
+    kda = functools.partial(dataclasses.replace, model.kda)
+    assert family_of(model) == "kimi_linear"
+    for change in (
+        dict(kda=kda(rank=7)), dict(kda=kda(norm_eps=0.1)), dict(norms="both"),
+        dict(rope=RopeConfig(bases=(100.0,))), dict(norm_offset=True),
+        dict(latent=dataclasses.replace(model.latent, norm_eps=1e-5)),
+        dict(experts=dataclasses.replace(model.experts, scores="softmax", choice_bias=False)),
+    ):  # fmt: skip
+        with refused(UnsupportedError, "which none of them has together"):
+            family_of(dataclasses.replace(model, **change))
+
+
+@pytest.mark.parametrize("length", [16, 4096])
+def test_a_longer_kimi_linear_says_so_under_its_own_key(length):
+    config = make_config(REFERENCES / "kimi_linear", seq_len=length)
+    file = json.loads((REFERENCES / "kimi_linear" / "config.json").read_text(encoding="utf-8"))
+    values = config_values(config, file, "float32")
+    assert values["model_max_length"] == max(length, 32)
+    assert "max_position_embeddings" not in values
 
 
 @pytest.mark.parametrize("more", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)

@@ -143,6 +143,7 @@ def _adapted(
                 named = down if target == "expert_down" else before
                 parameters.setdefault(named, set()).add(path)
             elif path.startswith("mlp/") and "experts" in model.layer_feed_forwards:
+                name = FAMILIES[family].in_memory(name)
                 named = [name.removeprefix("mlp.")]
                 if text != TEXT:
                     layers = layers_of(stack, model.layer_mixers, model.layer_feed_forwards)
@@ -193,7 +194,8 @@ def peft_tensors(
                 groups = FAMILIES[family].row_groups(name, model)
                 both = _joined(layer_pairs, outputs, groups)
                 for letter, matrix in zip("AB", both, strict=True):
-                    key = name.removesuffix("weight") + f"lora_{letter}.weight"
+                    loaded = FAMILIES[family].in_memory(name)
+                    key = loaded.removesuffix("weight") + f"lora_{letter}.weight"
                     tensor = matrix.T.astype(dtype)
                     tensors[f"{PREFIX}{text}layers.{layer}.{key}"] = np.ascontiguousarray(tensor)
     return tensors

@@ -35,6 +35,7 @@ from trainer.gpt.pretrained.defaults import (
     kept_folder,
 )
 from trainer.gpt.pretrained.families.table import (
+    FAMILIES,
     family_of,
     rotary_values,
     score_values,
@@ -44,7 +45,7 @@ from trainer.gpt.pretrained.initial import GENERATION, copy_file, kept_files, op
 from trainer.gpt.pretrained.plain import plain, without_rope
 from trainer.gpt.pretrained.rope import ROPE, rope_length
 from trainer.gpt.pretrained.tensors import places
-from trainer.gpt.pretrained.values import CONFIG
+from trainer.gpt.pretrained.values import CONFIG, LENGTH
 from trainer.gpt.tokenizer import FileTokenizer
 from trainer.parallel.partition import path_name, split_adapters
 from trainer.weights.adapters import (
@@ -294,28 +295,31 @@ def config_values(
     if values is None:
         exported = to_values(model, length=config.seq_len, dtype=dtype)
     else:
-        exported = {**values, "torch_dtype": dtype}
         described = describe(values, CONFIG)
+        family = FAMILIES[described.family]
+        length_key = family.in_file(LENGTH)
+        exported = {family.in_file(key): value for key, value in values.items()}
+        exported["torch_dtype"] = dtype
         if plain(described.model).rope != plain(model).rope:
             # The positions are stretched: the model is for longer sequences now.
             length = rope_length(model.rope, max(described.length, config.seq_len))
             exported = {name: value for name, value in exported.items() if name not in ROPE}
-            exported |= rotary_values(model) | {"max_position_embeddings": length}
+            exported |= rotary_values(model) | {length_key: length}
         if without_rope(described.model) != without_rope(model):
             # Flags have changed more than positions.
-            length = exported.get("max_position_embeddings", config.seq_len)
+            length = exported.get(length_key, config.seq_len)
             exported = {name: value for name, value in exported.items() if name != "layer_types"}
             tokens = {name: x for name, x in exported.items() if name.endswith("_token_id")}
             exported |= to_values(model, length=length, dtype=dtype) | tokens
-        length = exported.get("max_position_embeddings")
+        length = exported.get(length_key)
         if isinstance(length, int) and config.seq_len > length:
             # Servers refuse or cut what is longer.
-            raised = exported | {"max_position_embeddings": config.seq_len}
+            raised = exported | {length_key: config.seq_len}
             if _same_model(raised, exported):
                 exported = raised
             else:
                 note(
-                    f"{CONFIG} keeps max_position_embeddings={length}, on which its model "
+                    f"{CONFIG} keeps {length_key}={length}, on which its model "
                     f"depends, though the rows of the run have {config.seq_len} tokens"
                 )
     again = describe(exported, CONFIG).model

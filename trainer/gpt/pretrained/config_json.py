@@ -144,6 +144,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     family.rope.check(values, name)
     of_model = {*READ, *family.keys}.difference(NAMES)
     read = with_defaults({key: x for key, x in values.items() if key in of_model}, model_type, name)
+    read = ConfigValues(family.usual(read.values), name)
     model = family.model(read)
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     model = replace(

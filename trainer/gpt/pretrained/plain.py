@@ -33,6 +33,11 @@ def plain(model: GPTConfig) -> GPTConfig:
         norm_eps = None if linear.norm_eps == model.norm_eps else linear.norm_eps
         norms = None if linear.norms == model.norms else linear.norms
         model = replace(model, linear=replace(linear, norm_eps=norm_eps, norms=norms))
+    if "kda" in model.mixers:
+        kda = model.kda.of_model(model)
+        norm_eps = None if kda.norm_eps == model.norm_eps else kda.norm_eps
+        rank = None if kda.rank == kda.head_dim else kda.rank
+        model = replace(model, kda=replace(kda, norm_eps=norm_eps, rank=rank))
     if "ssd" in model.mixers:
         ssd = model.ssd.of_model(model)
         norm_eps = None if ssd.norm_eps == model.norm_eps else ssd.norm_eps

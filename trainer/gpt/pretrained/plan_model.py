@@ -107,6 +107,7 @@ def find_model(name: str, *, allow_unknown: bool = False) -> FileModel:
     if of_images:
         values, model_type = {**text_values(file, name)}, of_images
     if model_type in FAMILIES:
+        values = FAMILIES[model_type].usual(values)
         FAMILIES[model_type].check_types(values, name)
         model = plain(FAMILIES[model_type].model(_read_sizes(values, model_type, name)))
         return FileModel(sizes=sizes_of_gpt(model, name=name, assumed=refused), run=())
@@ -176,6 +177,7 @@ def _read_sizes(values: Mapping[str, Any], model_type: str, name: str) -> Config
     if model_type not in FAMILIES and model_type not in FURTHER:
         return sizes
     read = with_defaults(written, model_type, name).values
+    read = FAMILIES[model_type].usual(read) if model_type in FAMILIES else read
     # Only the whole of a model of text and images has the key in transformers.
     return ConfigValues({**read, TIES: written.get(TIES, read.get(TIES, False))}, name)
 

@@ -11,6 +11,8 @@ from startrail_jax.errors import InputError, UnsupportedError
 from trainer.printable import shortened
 
 CONFIG = "config.json"
+LENGTH = "max_position_embeddings"
+"""The key of the length in tokens that a model is made for."""
 MOST = {"num_hidden_layers": 10_000}
 """No model is so deep, and no file of its weights is looked at before its depth is known."""
 TOO_LARGE = 1 << 31

@@ -85,21 +85,15 @@ class TurnsOfLatents(OneBase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeek(Family):
-    """A DeepSeek V3."""
+class Latents(Family):
+    """A family with latent attention."""
 
     mixers: ClassVar[tuple[str, ...]] = ("latent",)
 
     def fits(self, model: GPTConfig) -> bool:
         """True if a model in its simplest form is one of the family."""
         own = model.latent.of_model(model)
-        # The logits have another scale only where positions are stretched.
-        stretched = model.rope.scaling == "yarn" and model.rope.factor > 1
-        return (
-            own.norm_eps == NORM_EPSILON
-            and own.rotary_dim > 0
-            and super().fits(replace(model, scale_dim=None) if stretched else model)
-        )
+        return own.norm_eps == NORM_EPSILON and own.rotary_dim > 0 and super().fits(model)
 
     def model(self, values: ConfigValues) -> GPTConfig:
         """The model with the options that change its weights or windows."""
@@ -107,9 +101,6 @@ class DeepSeek(Family):
         if read["num_key_value_heads"] != read["num_attention_heads"]:
             needed = f"{read['num_attention_heads']}, as all heads have keys of their own"
             raise values.wrong("num_key_value_heads", needed, read["num_key_value_heads"])
-        rotary_dim = values.number("qk_rope_head_dim")
-        if read["head_dim"] != rotary_dim:  # transformers turns so many channels, and fails.
-            raise values.wrong("head_dim", f"qk_rope_head_dim, {rotary_dim}", read["head_dim"])
         return super().model(values)
 
     def layers(self, values: ConfigValues) -> dict[str, Any]:
@@ -119,6 +110,47 @@ class DeepSeek(Family):
             sizes["query_rank"] = values.number(QUERY_RANK)
         latent = LatentConfig(**sizes, norm_eps=NORM_EPSILON)
         return {"mixers": ("latent",), "latent": latent}
+
+    def layer_values(self, model: GPTConfig) -> dict[str, Any]:
+        """The values of a config.json in which layers differ; the family uses some of them."""
+        own = model.latent.of_model(model)
+        sizes = {key: getattr(own, name) for key, name in OF_LATENT.items()}
+        return {**sizes, QUERY_RANK: own.query_rank}
+
+    def values(
+        self, model: GPTConfig, model_type: str, *, length: int, dtype: str
+    ) -> dict[str, Any]:
+        """The values of a config.json from which `model` and `forward` make the model again."""
+        values = super().values(model, model_type, length=length, dtype=dtype)
+        return values | {"head_dim": model.latent.rotary_dim, "num_key_value_heads": model.heads}
+
+    def table(self, model: GPTConfig, mixer: str) -> dict[str, tuple[str, Groups]]:
+        """The tensors of a layer without its feed-forward."""
+        del mixer
+        query = WHOLE_QUERY if model.latent.query_rank is None else NARROW_QUERY
+        return {**OF_LAYER, **query, **OF_ATTENTION}
+
+    def row_groups(self, tensor: str, model: GPTConfig) -> int:
+        """Number of groups of rows in a tensor of several weights."""
+        return model.heads if tensor == KEYS_AND_VALUES else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeek(Latents):
+    """A DeepSeek V3, whose latents have rotary positions."""
+
+    def fits(self, model: GPTConfig) -> bool:
+        """True if a model in its simplest form is one of the family."""
+        # The logits have another scale only where positions are stretched.
+        stretched = model.rope.scaling == "yarn" and model.rope.factor > 1
+        return super().fits(replace(model, scale_dim=None) if stretched else model)
+
+    def model(self, values: ConfigValues) -> GPTConfig:
+        """The model with the options that change its weights or windows."""
+        found, rotary_dim = values.values["head_dim"], values.number("qk_rope_head_dim")
+        if found != rotary_dim:  # transformers turns so many channels, and fails.
+            raise values.wrong("head_dim", f"qk_rope_head_dim, {rotary_dim}", found)
+        return super().model(values)
 
     def forward(
         self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
@@ -135,32 +167,9 @@ class DeepSeek(Family):
         scale_dim = (own.key_dim + own.rotary_dim) * factor**-4
         return found | {"scale_dim": few_digits(scale_dim)}
 
-    def layer_values(self, model: GPTConfig) -> dict[str, Any]:
-        """The values of a config.json in which layers differ; the family uses some of them."""
-        own = model.latent.of_model(model)
-        sizes = {key: getattr(own, name) for key, name in OF_LATENT.items()}
-        return {**sizes, QUERY_RANK: own.query_rank}
-
-    def values(
-        self, model: GPTConfig, model_type: str, *, length: int, dtype: str
-    ) -> dict[str, Any]:
-        """The values of a config.json from which `model` and `forward` make the model again."""
-        values = super().values(model, model_type, length=length, dtype=dtype)
-        return values | {
-            "head_dim": model.latent.rotary_dim,
-            "num_key_value_heads": model.heads,
-            "attention_bias": False,
-        }
-
-    def table(self, model: GPTConfig, mixer: str) -> dict[str, tuple[str, Groups]]:
-        """The tensors of a layer without its feed-forward."""
-        del mixer
-        query = WHOLE_QUERY if model.latent.query_rank is None else NARROW_QUERY
-        return {**OF_LAYER, **query, **OF_ATTENTION}
-
-    def row_groups(self, tensor: str, model: GPTConfig) -> int:
-        """Number of groups of rows in a tensor of several weights."""
-        return model.heads if tensor == KEYS_AND_VALUES else 1
+    def activation_values(self, model: GPTConfig) -> dict[str, Any]:
+        """The values of a config.json for activations and scales."""
+        return super().activation_values(model) | {"attention_bias": False}
 
 
 DEEPSEEK_V3 = DeepSeek(

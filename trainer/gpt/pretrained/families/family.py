@@ -15,7 +15,7 @@ from startrail_jax.errors import UnsupportedError
 from trainer.gpt.pretrained.families.experts import ExpertLayers
 from trainer.gpt.pretrained.plain import pattern
 from trainer.gpt.pretrained.rope import FULL, SLIDING, OneBase, rope_length
-from trainer.gpt.pretrained.values import ConfigValues
+from trainer.gpt.pretrained.values import LENGTH, ConfigValues
 from trainer.weights.files import Tensors
 from trainer.weights.places import (
     AS_IT_IS,
@@ -105,6 +105,8 @@ class Family:
     predicting: str | None = None
     """The key of the number of layers behind the last that predict more tokens, which are left
     out."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Keys of a file -> the keys that other families have for them."""
     epsilon: str = "rms_norm_eps"
     """The key of the number that norms add to the mean square."""
     prefix: str = "model."
@@ -147,9 +149,23 @@ class Family:
             )
         )
 
+    def usual(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of a file under the keys that other families have for them. A key stays as it is
+        if the file has the other one too, with another value."""
+        usual = {}
+        for key, value in values.items():
+            name = self.renamed.get(key, key)
+            usual[name if values.get(name, value) == value else key] = value
+        return usual
+
+    def in_file(self, key: str) -> str:
+        """The key of a file that other families have under this key."""
+        return {usual: of_file for of_file, usual in self.renamed.items()}.get(key, key)
+
     def importable(self, written: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values of a file, without the values that become untrue when its tensors are
-        imported."""
+        """The values of a file under usual keys, without those that become untrue when its tensors
+        are imported."""
+        written = self.usual(written)
         if self.predicting is None or written.get(self.predicting) is None:
             return written
         return {**written, self.predicting: 0}
@@ -253,7 +269,7 @@ class Family:
             "intermediate_size": model.mlp_width,
             self.epsilon: model.norm_eps,
             "tie_word_embeddings": model.tied_head,
-            "max_position_embeddings": rope_length(model.rope, length),
+            LENGTH: rope_length(model.rope, length),
             "bos_token_id": None,
             "eos_token_id": None,
             "pad_token_id": None,
@@ -296,6 +312,10 @@ class Family:
         """The tensors of a layer without its feed-forward."""
         del mixer
         return {**OF_LAYER, **OF_ATTENTION, **(AFTER_BLOCKS if model.norms != "before" else {})}
+
+    def in_memory(self, tensor: str) -> str:
+        """The name of a tensor of a layer once transformers has loaded it."""
+        return tensor
 
     def row_groups(self, tensor: str, model: GPTConfig) -> int:
         """Number of groups of rows in a tensor of several weights; each group has rows of all of

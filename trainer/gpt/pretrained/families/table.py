@@ -29,6 +29,7 @@ from trainer.gpt.pretrained.families.gemma4 import GEMMA4
 from trainer.gpt.pretrained.families.glm import GLM4, GLM4_MOE
 from trainer.gpt.pretrained.families.gpt_oss import GPT_OSS
 from trainer.gpt.pretrained.families.granite import GRANITE4
+from trainer.gpt.pretrained.families.kimi import KIMI_LINEAR
 from trainer.gpt.pretrained.families.llama import LLAMA
 from trainer.gpt.pretrained.families.mixtral import MIXTRAL
 from trainer.gpt.pretrained.families.nemotron import NEMOTRON_H
@@ -82,6 +83,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": NEMOTRON_H,
     "granitemoehybrid": GRANITE4,
     "deepseek_v3": DEEPSEEK_V3,
+    "kimi_linear": KIMI_LINEAR,
 }
 MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
@@ -120,7 +122,7 @@ SCORING: dict[str, str | None] = {
     **dict.fromkeys(
         (
             *("olmoe", "qwen3_5_moe_text", "olmo_hybrid", "glm4_moe", "nemotron_h", "gemma4_text"),
-            "granitemoehybrid",
+            *("granitemoehybrid", "kimi_linear"),
         )
     ),
 }
