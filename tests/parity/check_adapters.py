@@ -37,7 +37,7 @@ FAMILIES = {
     **dict.fromkeys(("gemma4_images", "glm4v"), (("query", "value"), ("out", *SHARED))),
     **dict.fromkeys(("glm4v_moe", "qwen3_vl_moe"), (*TARGETS, (*SHARED, "key"))),
     **dict.fromkeys(
-        ("deepseek_v3", "moonlight"),
+        ("deepseek_v2", "deepseek_v3", "moonlight"),
         (("query", "out", *EXPERTS), ("key", "value", "latent", "rotated"), ("value", *SHARED)),
     ),
     **dict.fromkeys(

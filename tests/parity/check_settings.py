@@ -292,10 +292,12 @@ def settings_of(family):
     if family == "granitemoehybrid":
         base |= dict(layer_types=[OF_STATES, FULL, OF_STATES], mamba_n_heads=4, mamba_n_groups=2)
         base |= dict(mamba_d_state=6, mamba_d_conv=3, shared_intermediate_size=10)
-    if family == "deepseek_v3":
+    if family in ("deepseek_v2", "deepseek_v3"):
         base |= dict(num_key_value_heads=4, head_dim=4, n_group=1, topk_group=1)
         base |= dict(q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4)
         base |= dict(v_head_dim=7, n_shared_experts=1, first_k_dense_replace=1)
+        # transformers cannot turn channels behind an odd number of others.
+        base |= dict(qk_nope_head_dim=6) if family == "deepseek_v2" else {}
     if family == "kimi_linear":
         base |= dict(num_key_value_heads=4, n_group=1, topk_group=1, n_shared_experts=1)
         base |= dict(kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=7)

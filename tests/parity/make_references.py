@@ -91,6 +91,7 @@ OF_LATENTS = dict(
     num_nextn_predict_layers=0,
 )
 OF_OTHERS = ("n_routed_experts", "first_k_dense_replace")
+OF_V3 = ("num_nextn_predict_layers", "n_group", "topk_group")
 OF_KIMI = dict(
     num_local_experts=9,
     q_lora_rank=None,
@@ -402,6 +403,15 @@ CASES = {
             topk_group=1,
             norm_topk_prob=False,
         ),
+        "bfloat16",
+    ),
+    # As DeepSeek V2 Lite: shares of a softmax, and YaRN.
+    "deepseek_v2": (
+        "DeepseekV2",
+        {key: x for key, x in (OF_GLM4_MOE | OF_LATENTS).items() if key not in OF_V3}
+        # transformers cannot turn channels behind an odd number of others.
+        | dict(q_lora_rank=None, qk_nope_head_dim=6, kv_lora_rank=8)
+        | dict(rope_parameters=ROPE_YARN | dict(mscale=0.7, mscale_all_dim=0.7)),
         "bfloat16",
     ),
 }

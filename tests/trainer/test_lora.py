@@ -376,6 +376,7 @@ def test_flags_and_exports_that_do_not_fit_raise(tmp_path):
         ("glm4", ALL),
         ("glm4", ("query", "up")),
         ("glm4_moe", ("gate", "value")),
+        ("deepseek_v2", ("query", "latent", "value", "down")),
         ("deepseek_v3", ("query_down", "latent", "key", "out")),
         ("deepseek_v3", ("query", "rotated", "value", "gate")),
         ("kimi_linear", ("decay_down", "decay", "beta", "latent", "up")),

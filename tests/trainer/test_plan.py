@@ -264,7 +264,8 @@ SAYINGS = [
 NEEDED = {kind: {"hidden_size_per_layer_input": 0} for kind in ("gemma4_text", "gemma4")}
 NEEDED["granitemoehybrid"] = {"layer_types": FULL * 8}
 NEEDED["kimi_linear"] = {"num_key_value_heads": 32}
-NEEDED["deepseek_v3"] = {"num_key_value_heads": 32, "head_dim": 64}
+OF_DEEPSEEK = {"num_key_value_heads": 32, "head_dim": 64}
+NEEDED |= {"deepseek_v2": OF_DEEPSEEK | {"num_experts_per_tok": 6}, "deepseek_v3": OF_DEEPSEEK}
 # What the program refuses, and changes no size.
 REFUSED = {
     "rope_type": {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
@@ -560,7 +561,7 @@ def test_pasted_command_starts_from_a_pretrained_model(kind, tmp_path):
     types = {"layer_types": ["linear_attention", "full_attention"]}
     values |= types if kind in ("olmo_hybrid", "kimi_linear") else {}
     values |= {"layer_types": FULL * 2} if kind == "granitemoehybrid" else {}
-    values |= {"first_k_dense_replace": 1} if kind == "deepseek_v3" else {}
+    values |= {"first_k_dense_replace": 1} if kind in ("deepseek_v2", "deepseek_v3") else {}
     (tmp_path / "config.json").write_text(json.dumps(values))
     few = Search(zero=(3,), remat=("full",), offload=(False,), tiled=(True,), baselines=False)
     model = sizes_of(tmp_path)

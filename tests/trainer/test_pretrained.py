@@ -1456,6 +1456,7 @@ EXPERTS = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "glm4_moe": "glm4_moe",
     "nemotron3": "nemotron_h",
+    "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
     "kimi_linear": "kimi_linear",
     "granite_moe": "granitemoehybrid",
@@ -1662,6 +1663,50 @@ def test_models_like_deepseek_v3_that_are_none_are_not_exported():
     ):  # fmt: skip
         with refused(UnsupportedError, "which none of them has together"):
             family_of(dataclasses.replace(model, **change))
+
+
+LITE = {  # As published, of DeepSeek V2 Lite, without ids of tokens.
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False, "aux_loss_alpha": 0.001, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10_944, "kv_lora_rank": 512,
+    "max_position_embeddings": 163_840, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+    "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+    "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10_000,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy",
+    "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 102_400,
+}  # fmt: skip
+
+
+def test_a_deepseek_v2_lite_is_what_its_files_say():
+    model = describe(LITE, "config.json").model
+    experts = model.experts
+    assert (experts.scores, experts.normalised, experts.choice_bias) == ("softmax", False, False)
+    assert (experts.count, experts.top_k, experts.shared_width) == (64, 6, 2816)
+    assert model.rope.interleaved
+    assert model.scale_dim**-0.5 == pytest.approx(192**-0.5 * (0.0707 * np.log(40) + 1) ** 2)
+    # That of transformers.
+    assert sizes_of_gpt(model, name="").elements == 15_706_484_224
+    assert family_of(model) == "deepseek_v2"
+    values = to_values(model, length=163_840, dtype="bfloat16")
+    assert plain(describe(values, "again").model) == plain(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(topk_method="group_limited_greedy", n_group=8, topk_group=3), "topk_method must be"),
+        (dict(norm_topk_prob=True), "norm_topk_prob must be False"),
+        (dict(scoring_func="sigmoid"), "scoring_func must be 'softmax'"),
+        (dict(rope_interleave=True), "got rope_interleave=True"),
+    ],
+)
+def test_deepseek_v2_that_is_not_supported_is_refused(changes, named):
+    with refused(UnsupportedError, named, "'config.json'"):
+        describe(LITE | changes, "config.json")
 
 
 FULL_LAYERS = [4, 8, 12, 16, 20, 24, 27]

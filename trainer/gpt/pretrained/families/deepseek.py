@@ -1,5 +1,5 @@
-"""DeepSeek V3 and Moonlight: latent attention, dense layers first, and experts in groups. Imports
-no jax."""
+"""DeepSeek V2 Lite, DeepSeek V3 and Moonlight: latent attention, dense layers first, and experts.
+Imports no jax."""
 
 from __future__ import annotations
 
@@ -82,6 +82,38 @@ class TurnsOfLatents(OneBase):
             sharpens = (factor - 1) / (0.1 * math.log(model.rope.factor))
             values[SCALING] = {**values[SCALING], SHARPENS: sharpens}
         return values
+
+
+@dataclass(frozen=True)
+class NeighboursTurn(TurnsOfLatents):
+    """Positions of neighbouring channels, which no key of a file says."""
+
+    def fits(self, model: GPTConfig) -> bool:
+        """True if a model in its simplest form has positions of this form."""
+        return model.rope.interleaved and super().fits(model)
+
+    def read(
+        self, values: ConfigValues, written: Mapping[str, Any], model: GPTConfig
+    ) -> RopeConfig:
+        """The positions of a model, from all values of a file with defaults, and from the values
+        written in it."""
+        known = ConfigValues({**values.values, INTERLEAVED: True}, values.name)
+        return super().read(known, written, model)
+
+    def values(self, model: GPTConfig) -> dict[str, Any]:
+        """The values of a config.json."""
+        return {key: x for key, x in super().values(model).items() if key != INTERLEAVED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeShares(GroupedExperts):
+    """Experts whose shares are those of the softmax over all experts."""
+
+    varied: ClassVar[tuple[str, ...]] = ("share_scale",)
+
+    def fits(self, model: GPTConfig, keys: tuple[str, ...]) -> bool:
+        """True if a family with these keys has the layers of experts of a model."""
+        return not model.experts.normalised and super().fits(model, (*keys, NORMALISED_SHARES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +204,24 @@ class DeepSeek(Latents):
         return super().activation_values(model) | {"attention_bias": False}
 
 
+DEEPSEEK_V2 = DeepSeek(
+    architecture="DeepseekV2ForCausalLM",
+    # Published files have the last ones, which nobody reads; groups count in another choice.
+    keys=(
+        *(*COUNTS[2:], *SIZES, *GROUPS, SCALE, SHARED, DENSE_FIRST),
+        *(*OF_LATENT, QUERY_RANK, "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux"),
+    ),
+    only=SILU
+    | {LOSSES[1]: (False,), "attention_bias": (False,), NORMALISED_SHARES: (False,)}
+    | {"topk_method": ("greedy",), "scoring_func": ("softmax",), "moe_layer_freq": (1,)},
+    windows="no",
+    rope=NeighboursTurn(),
+    experts=WholeShares(
+        config=ExpertsConfig(normalised=False, shared_width=1),
+        count=COUNTS[2],
+        tensors={path: x for path, x in OF_ROUTER.items() if path != "mlp/choice_bias"},
+    ),
+)
 DEEPSEEK_V3 = DeepSeek(
     architecture="DeepseekV3ForCausalLM",
     # Published files have the last ones, which nobody reads.

@@ -6,7 +6,7 @@ from typing import Any
 
 from models.config import GPTConfig
 from startrail_jax.errors import UnsupportedError
-from trainer.gpt.pretrained.families.deepseek import DEEPSEEK_V3
+from trainer.gpt.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from trainer.gpt.pretrained.families.experts import (
     BALANCE,
     COUNTS,
@@ -82,6 +82,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "nemotron_h": NEMOTRON_H,
     "granitemoehybrid": GRANITE4,
+    "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_linear": KIMI_LINEAR,
 }
