@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ExpertsConfig, GPTConfig, LinearConfig, RopeConfig
+from models.parts.kda import KDAConfig
+from models.parts.latent import LatentConfig
 from models.parts.ssd import SSDConfig
 from trainer.config import AttentionConfig, MeshConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig, GPTTrainConfig, TextSampleConfig
@@ -234,6 +236,66 @@ def gpt_oss_20b_128k() -> GPTTrainConfig:
     return replace(config, optimizer=OptimizerConfig(learning_rate=1e-5), seq_len=131_072)
 
 
+def moonlight_16b_128k() -> GPTTrainConfig:
+    """Moonlight 16B-A3B (arXiv 2502.16982) on 128K tokens and eight H100 80 GB.
+
+    Latent attention as in DeepSeek V3; each token goes to 6 of 64 experts and to two shared ones.
+    Command: `python train.py moonlight_16b_128k --init-from Moonlight-16B-A3B --data.path FOLDER`.
+    """
+    config = _long_context(
+        "moonlight_16b_128k",
+        vocab_size=163_840,
+        width=2048,
+        layers=27,
+        heads=16,
+        kv_heads=16,
+        head_dim=64,
+        mlp_width=11_264,
+        norm_eps=1e-5,
+        mixers=("latent",),
+        latent=LatentConfig(key_dim=128, norm_eps=1e-6),
+        feed_forwards=("mlp", *["experts"] * 26),
+        experts=ExpertsConfig(count=64, top_k=6, width=1408, shared_width=2816, **_OF_DEEPSEEK),
+        rope=RopeConfig(bases=(50_000.0,), interleaved=True),
+    )
+    return replace(config, optimizer=OptimizerConfig(learning_rate=1e-5), seq_len=131_072)
+
+
+def kimi_linear_48b_1m() -> GPTTrainConfig:
+    """Kimi Linear 48B-A3B (arXiv 2510.26692) on a million tokens and 64 H100 80 GB.
+
+    Kimi Delta Attention in three of four layers, and latent attention without positions; each token
+    goes to 8 of 256 experts and to a shared one. Command: `python train.py kimi_linear_48b_1m
+    --init-from Kimi-Linear-48B-A3B-Base --data.path FOLDER`, as in docs/cluster.md.
+    """
+    config = _long_context(
+        "kimi_linear_48b_1m",
+        vocab_size=163_840,
+        width=2304,
+        layers=27,
+        heads=32,
+        kv_heads=32,
+        head_dim=64,
+        mlp_width=9216,
+        norm_eps=1e-5,
+        mixers=(*("kda", "kda", "kda", "latent") * 6, "kda", "kda", "latent"),
+        kda=KDAConfig(heads=32, head_dim=128),
+        latent=LatentConfig(key_dim=128, norm_eps=1e-6),
+        feed_forwards=("mlp", *["experts"] * 26),
+        experts=ExpertsConfig(count=256, top_k=8, width=1024, shared_width=1024, **_OF_DEEPSEEK),
+        rope=RopeConfig(bases=("none",)),
+    )
+    return replace(config, optimizer=OptimizerConfig(learning_rate=1e-5), seq_len=1_048_576)
+
+
+_OF_DEEPSEEK: Any = dict(
+    **dict(scores="sigmoid", choice_bias=True, share_scale=2.446),
+    **dict(balance_loss=0.0, balance_rate=0.001),
+)
+"""The router of DeepSeek V3 (arXiv 2412.19437, section 2.1.2), with the factor of Moonlight and of
+Kimi Linear."""
+
+
 def _long_context(name: str, like: GPTConfig | None = None, **sizes: Any) -> GPTTrainConfig:
     """Common part of the large recipes: one sequence of 512K tokens, and settings that save memory.
     Documents are not masked: cuDNN's kernels know no documents on GPUs older than Hopper."""
@@ -283,6 +345,8 @@ _ALL = (
     qwen3_5_9b_1m,
     qwen3_30b_a3b_1m,
     gpt_oss_20b_128k,
+    moonlight_16b_128k,
+    kimi_linear_48b_1m,
 )
 RECIPES = {recipe.__name__: recipe for recipe in _ALL}
 """The recipes by name."""

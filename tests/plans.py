@@ -10,6 +10,7 @@ from trainer.tasks import TASKS
 OF_RECIPES = {
     **{x: x for x in ("gpt_3b", "gpt_7b", "dit_1b", "wan_1_3b", "wan_14b")},
     **{x: x for x in ("llama3_8b_1m", "qwen3_5_9b_1m", "gpt_oss_20b_128k")},
+    **{x: x for x in ("moonlight_16b_128k", "kimi_linear_48b_1m")},
     # Without a length of their own.
     **{"llama3_8b": "llama3_8b", "llama3_70b": "llama3_70b", "qwen3_8b": "qwen3_8b_1m"},
     **{"qwen3_30b_a3b": "qwen3_30b_a3b_1m", "gpt_oss_20b": "gpt_oss_20b_128k"},

@@ -32,6 +32,7 @@ from startrail_jax.analysis.hlo import (
     source_target_pairs,
 )
 from startrail_jax.errors import UnsupportedError
+from startrail_jax.rings.latents import SCOPE
 from startrail_jax.traffic import COLLECTIVES
 from trainer.planner.hardware import Gpu
 from trainer.planner.models import DISPATCHES
@@ -81,6 +82,8 @@ class Kernel:
     """Seconds of one run."""
     recomputed: bool
     """Whether jax computes it a second time, for the backward pass."""
+    expands: bool
+    """Whether it makes keys and values of latents, or takes back their gradients."""
     result: str
     """Type of the result, as text."""
 
@@ -150,6 +153,12 @@ class Roofline:
         again = sum(x.runs * x.flops for x in self.kernels if x.recomputed)
         return again / every if every else 0.0
 
+    @property
+    def expanding_seconds(self) -> float:
+        """Seconds in which keys and values are made of latents, and gradients of latents of
+        theirs."""
+        return sum(x.runs * x.seconds for x in self.kernels if x.expands)
+
     def hops(self, mesh: Mesh) -> list[Collective]:
         """The permutes along the ring of a mesh."""
         permutes = (x for x in self.collectives if x.kind == "collective_permute")
@@ -167,6 +176,9 @@ class Roofline:
         lines.append(_line("exposed link", "", self.received_bytes, None, self.exposed_seconds,
                            whole=self.seconds))  # fmt: skip
         lines.append(f"recomputed: {self.recomputed_share:.1%} of the FLOPs")
+        if expanding := self.expanding_seconds:
+            share = expanding / self.seconds
+            lines.append(f"of it, expanding latents: {expanding:.4f} s, {share:.1%}")
         lines += ["", f"{'largest by bytes':<36}{'runs':>8}{'MiB':>9}{'s':>9}  result"]
         for x in sorted(self.kernels, key=lambda x: -x.runs * x.bytes)[:largest]:
             lines.append(f"{x.name:<36.35}{x.runs:>8.4g}{x.bytes / 2**20:>9.1f}"
@@ -345,6 +357,7 @@ class _Player:
             flops=flops,
             seconds=max(size / self.gpu.memory_rate, flops / rate),
             recomputed=_RECOMPUTED in _op_name(x),
+            expands=SCOPE in _op_name(x),
             result=x.result,
         )
 

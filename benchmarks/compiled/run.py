@@ -74,6 +74,8 @@ HARDWARE = {
     "qwen3_8b_1m": ("h100", 8),
     "qwen3_30b_a3b_1m": ("h100", 8),
     "gpt_oss_20b_128k": ("h100", 8),
+    "moonlight_16b_128k": ("h100", 8),
+    "kimi_linear_48b_1m": ("h100", 64),
     "dit_1b": ("a100", 32),
 }
 

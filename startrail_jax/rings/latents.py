@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
@@ -26,6 +27,9 @@ from startrail_jax.blocks.base import Block, Pair
 from startrail_jax.blocks.shapes import LatentShard, LseShard, OutShard
 from startrail_jax.blocks.softmax import Partials
 from startrail_jax.rings.sizes import heads_at_once
+
+SCOPE = "expand_latents"
+"""What the names of operations contain that make keys and values, or take back their gradients."""
 
 
 class Expansion(NamedTuple):
@@ -40,6 +44,7 @@ class Expansion(NamedTuple):
         """The matrices of a call."""
         return cls(key_kernel.astype(jnp.float32), value_kernel.astype(jnp.float32))
 
+    @jax.named_scope(SCOPE)
     def keys_and_values(
         self, latents: LatentShard
     ) -> tuple[Float[Array, "b s n h"], Float[Array, "b s n v"]]:
@@ -50,6 +55,7 @@ class Expansion(NamedTuple):
         rotated = jnp.broadcast_to(rotated, (*keys.shape[:2], heads, rotated.shape[-1]))
         return jnp.concatenate([keys, rotated], -1), values
 
+    @jax.named_scope(SCOPE)
     def gradients(
         self, latents: LatentShard, dk: Float[Array, "b s n h"], dv: Float[Array, "b s n v"]
     ) -> tuple[Float32[Array, "b s 1 c"], Expansion]:

@@ -6,6 +6,7 @@ from benchmarks.compiled.deviceless import gpu_topology
 from benchmarks.compiled.roofline import ATTENTION, MATRICES, OTHERS, read_roofline
 from benchmarks.compiled.run import lowered_step
 from gpu_compiler import needs_gpu_compiler
+from models.parts.latent import LatentConfig
 from programs import make_config
 from startrail_jax.devices.degrees import Degrees
 from trainer.gpt.config import DataConfig
@@ -62,6 +63,8 @@ def test_bytes_and_flops_of_kernels_are_counted():
     assert kernels["y"].flops == 2 * 64 * 8 * 16
     assert kernels["y"].bytes == 4 * (64 * 8 + 8 * 16 + 64 * 16)
     assert found.recomputed_share == 1
+    assert found.expanding_seconds == 0
+    assert "expanding" not in found.table()
     # The kernel beside the message hides some of it.
     message = 64 * 8 * 4
     assert found.received_bytes == message
@@ -96,3 +99,26 @@ def test_step_for_a_gpu_has_the_flops_of_the_model():
     pairs = (8 * tokens) ** 2 / 2 / 8
     assert flops[ATTENTION] == pytest.approx(layers * 3.5 * 4 * pairs * width, rel=0.01)
     assert found.recomputed_share == 0
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_kernels_that_expand_latents_are_counted():
+    """Keys and values are made twice, and their gradients taken back to latents and matrices."""
+    layers, tokens, heads, devices = 2, 512, 8, 4
+    latent = LatentConfig(rank=256, key_dim=128, value_dim=128, rotary_dim=64)
+    model = dict(
+        vocab_size=2048, width=512, layers=layers, heads=heads, kv_heads=heads, head_dim=64,
+        mlp_width=1024, mixers=("latent",), latent=latent, dtype="bfloat16",
+    )  # fmt: skip
+    config = make_config(
+        model, seq_len=devices * tokens, batch_size=1, zero=3, remat="none",
+        data=DataConfig(mask_documents=False),
+    )  # fmt: skip
+    program = lowered_step(config, Degrees(head=devices), gpu_topology("h100", devices).devices)[1]
+    found = read_roofline(program.compile().as_text(), H100)
+    products = 2 * devices * tokens * (heads // devices) * 256 * (128 + 128)
+    counted = sum(x.runs * x.flops for x in found.kernels if x.expands)
+    assert counted == pytest.approx(4 * layers * products, rel=1e-12)
+    assert 0 < found.expanding_seconds < found.seconds
+    assert "of it, expanding latents: " in found.table()

@@ -126,6 +126,8 @@ def test_gradients_of_the_compiled_step_are_exact(name):
         ("llama3_8b", 8_030_261_248),
         ("qwen3_30b_a3b_1m", 30_532_122_624),
         ("gpt_oss_20b_128k", 20_914_757_184),
+        ("moonlight_16b_128k", 15_960_110_208),
+        ("kimi_linear_48b_1m", 49_122_681_728),
         ("qwen3_8b_1m", 8_190_735_360),
         ("dit_1b", pytest.approx(1.0e9, rel=0.05)),
         ("wan_1_3b", 1_418_996_800),
@@ -133,7 +135,7 @@ def test_gradients_of_the_compiled_step_are_exact(name):
     ],
 )
 def test_parameters_of_the_recipes(recipe, expected):
-    """Llama 2 7B, Llama 3 8B, Qwen3 8B and Wan 2.1 have the same numbers."""
+    """Those of the models that they are named after; gpt_7b has the number of Llama 2 7B."""
     config = RECIPES[recipe]()
     sizes = abstract_step(config, st.Degrees()).sizes
     assert sizes.whole_elements == sizes.shard_elements == expected

@@ -1,9 +1,11 @@
 """Training of models with Kimi Delta Attention: meshes, adapters, memory, text, plans."""
 
 import jax
+import numpy as np
 import pytest
 
 import startrail_jax as st
+import train
 from mixers import check_greedy_tokens, check_losses, check_saved_bytes, losses_of, program_fixtures
 from models.config import ExpertsConfig, RopeConfig
 from models.parts.kda import KDAConfig
@@ -108,3 +110,23 @@ def test_plans_and_models_of_no_family():
     assert (sizes.recurrences["kda"].rank, sizes.recurrences["kda"].heads) == (16, sizes.heads)
     with refused(UnsupportedError, "mixers=('kda', 'attention')"):
         family_of(make_config(SMALL | {"mixers": ("kda", "attention")}).model)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    """Its losses are those of a run that was not stopped."""
+    model = "--model.mixers kda latent --model.layers 2 --model.kv-heads 4 --model.latent.rank 24"
+    words = f"gpt_tiny {model} --devices 8 --mesh.c 2 --seq-len 128 --batch-size 2 --no-tensorboard"
+    words += " --validation-sequences 2 --optimizer.schedule constant --optimizer.warmup-steps 0"
+    words += " --run-dir {} --steps {}"
+
+    def losses(folder, steps, more=""):
+        typed = words.format(tmp_path / folder, steps) + more
+        return list(train.train(train.read_command_line(typed.split()).settings).train)
+
+    whole = losses("whole", 4)
+    first = losses("stopped", 2)
+    typed = " --mesh.c 1 --mesh.tensor 2 --mesh.ring 4 --allow-changes"
+    again = losses("stopped", 4, typed)
+    assert len(again) == 2
+    np.testing.assert_allclose([*first, *again], whole, rtol=1e-5)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import sample
 import startrail_jax as st
 import train
-from configs.gpt import gpt_tiny
+from configs.gpt import gpt_tiny, kimi_linear_48b_1m, moonlight_16b_128k
 from models.config import GPTConfig, RopeConfig
 from models.parts.attention import GlobalConfig, Keys, keys_of
 from models.parts.gpt import gpt_weights
@@ -53,7 +53,7 @@ from trainer.gpt.pretrained.defaults import with_tokenizer
 from trainer.gpt.pretrained.families.experts import BALANCE
 from trainer.gpt.pretrained.families.table import FAMILIES, family_of, to_values
 from trainer.gpt.pretrained.initial import Pretrained, open_pretrained
-from trainer.gpt.pretrained.plain import plain
+from trainer.gpt.pretrained.plain import plain, without_losses
 from trainer.gpt.pretrained.tensors import places
 from trainer.gpt.pretrained.values import with_floats
 from trainer.gpt.sample import tokenizer_of_run
@@ -1753,6 +1753,14 @@ def test_a_kimi_linear_is_what_its_files_say():
     assert {key: values.get(key) for key in KIMI.keys() - idle} == {
         key: x for key, x in KIMI.items() if key not in idle
     }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "file"), [(moonlight_16b_128k, MOONLIGHT), (kimi_linear_48b_1m, KIMI)]
+)
+def test_recipes_of_latent_attention_are_the_published_models(recipe, file):
+    published = describe(file, "config.json").model
+    assert without_losses(recipe().model) == without_losses(published)
 
 
 def test_types_of_layers_take_the_place_of_lists_of_layers():
