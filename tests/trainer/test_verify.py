@@ -21,6 +21,7 @@ import trainer.verify.run
 from models.experts import _Dispatch
 from models.parts.experts import ExpertsConfig
 from models.parts.gated_delta import LinearConfig
+from models.parts.kda import KDAConfig
 from models.parts.ssd import SSDConfig
 from programs import REPOSITORY, SMALL, TINY, make_config
 from startrail_jax.linear.scan import Line
@@ -337,14 +338,14 @@ def test_a_run_in_bfloat16_is_compared_with_the_error_of_one_device(tmp_path, co
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_narrow_models_keep_the_channels_of_heads_that_kernels_need(keeps):
-    sizes = dict(mixers=("linear", "ssd", "attention"), layers=3, head_dim=64)
-    linear = LinearConfig(key_heads=2, value_dim=128)
-    config = small(sizes | dict(linear=linear, ssd=SSDConfig(groups=2, state_dim=128)))
+    sizes = dict(mixers=("linear", "ssd", "kda", "attention"), layers=4, head_dim=64)
+    sizes |= dict(linear=LinearConfig(key_heads=2, value_dim=128), kda=KDAConfig(rank=96))
+    config = small(sizes | dict(ssd=SSDConfig(groups=2, state_dim=128)))
     model = GPTTask().smaller(config, Smaller(tokens=32, channels=64, head_dim=keeps)).model
     of_heads = model.head_dim, model.linear.key_dim, model.linear.value_dim
-    assert (*of_heads, model.ssd.head_dim, model.ssd.state_dim) == (
-        (64, 64, 128, 64, 128) if keeps else (16,) * 5
-    )
+    of_heads = *of_heads, model.ssd.head_dim, model.ssd.state_dim, model.kda.head_dim
+    assert of_heads == ((64, 64, 128, 64, 128, 64) if keeps else (16,) * 6)
+    assert model.kda.rank == 64
 
 
 @pytest.mark.quick
