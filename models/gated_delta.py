@@ -13,24 +13,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
-from models.config import GPTConfig
-from models.hooks import Hooks
-from models.layers import MakeNorm, projected
+from models.layers import projected
 from models.parts import gated_delta
 from models.recurrent import (
     CachedLinearFn,
     Heads,
     RecurrentMixer,
     in_float32,
-    uniform,
 )
 
 
 class GatedDeltaNet(RecurrentMixer):
     """Projections, short convolution, decay, and gated norm around linear attention."""
 
+    declared = gated_delta
+    # As in the code of the paper: a token is 0.001 to 0.1 units of time at first.
+    decay_rates = (0.01, 16.0)
     out_gate: nnx.LinearGeneral
     decay: nnx.LinearGeneral
     beta: nnx.LinearGeneral
@@ -38,22 +38,6 @@ class GatedDeltaNet(RecurrentMixer):
     decay_rate: nnx.Param
     decay_bias: nnx.Param
     out_norm: nnx.RMSNorm
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        attention_fn: Any,
-        hooks: Hooks,
-        out_gain: float,
-        rngs: nnx.Rngs,
-    ) -> None:
-        """Takes the config of the model; `attention_fn` is for other layers."""
-        del attention_fn
-        self.config = config.linear.of_model(config)
-        make_norm, inits = MakeNorm(self.config.norm_eps), {"decay_rate": _decay_rate}
-        options: dict[str, Any] = dict(make_norm=make_norm, out_gain=out_gain, rngs=rngs)
-        self.build(config, gated_delta, inits, hooks=hooks, **options)
 
     def __call__(
         self, x: Float[Array, "B T width"], rotation: Any, window: Any, attend: CachedLinearFn
@@ -66,16 +50,10 @@ class GatedDeltaNet(RecurrentMixer):
         inputs = self.inputs(x)
         decay = in_float32(projected(self.decay(x))) + self.decay_bias[...][None, None]
         decay = -jnp.exp(self.decay_rate[...])[None, None] * jax.nn.softplus(decay)
-        beta = self.config.largest_beta * jax.nn.sigmoid(in_float32(projected(self.beta(x))))
+        beta = self.own.largest_beta * jax.nn.sigmoid(in_float32(projected(self.beta(x))))
         out, _, cache = self.mix(inputs, finish, decay, beta, attend)
         gate = jax.nn.silu(in_float32(projected(self.out_gate(x))))
         return self.out((self.out_norm(out) * gate).astype(self.dtype)), cache
-
-
-# As in the code of the paper: rates of 0 to 16 for each unit of time, which is 0.001 to 0.1 for a
-# token at first.
-def _decay_rate(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    return jnp.log(uniform(key, shape, 0.01, 16.0))
 
 
 def normalised(x: Float[Array, "B T heads K"]) -> Float[Array, "B T heads K"]:

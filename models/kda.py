@@ -12,20 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
-from models.config import GPTConfig
 from models.gated_delta import normalised
-from models.hooks import Hooks
-from models.layers import MakeNorm, projected
+from models.layers import projected
 from models.parts import kda
-from models.recurrent import CachedLinearFn, Heads, RecurrentMixer, in_float32, uniform
+from models.recurrent import CachedLinearFn, Heads, RecurrentMixer, in_float32
 
 
 class KimiDeltaAttention(RecurrentMixer):
     """Projections, short convolution, decays of channels, and gated norm around linear
     attention."""
 
+    declared = kda
+    decay_rates = (1.0, 16.0)
     out_gate_down: nnx.LinearGeneral
     out_gate: nnx.LinearGeneral
     decay_down: nnx.LinearGeneral
@@ -35,21 +35,6 @@ class KimiDeltaAttention(RecurrentMixer):
     decay_rate: nnx.Param
     decay_bias: nnx.Param
     out_norm: nnx.RMSNorm
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        attention_fn: Any,
-        hooks: Hooks,
-        out_gain: float,
-        rngs: nnx.Rngs,
-    ) -> None:
-        """Takes the config of the model; `attention_fn` is for other layers."""
-        del attention_fn
-        make_norm = MakeNorm(config.kda.of_model(config).norm_eps)
-        options: dict[str, Any] = dict(make_norm=make_norm, out_gain=out_gain, rngs=rngs)
-        self.build(config, kda, {"decay_rate": _decay_rate}, hooks=hooks, **options)
 
     def __call__(
         self, x: Float[Array, "B T width"], rotation: Any, window: Any, attend: CachedLinearFn
@@ -67,7 +52,3 @@ class KimiDeltaAttention(RecurrentMixer):
         out, _, cache = self.mix(inputs, finish, decay, beta, attend)
         gate = in_float32(projected(self.out_gate(projected(self.out_gate_down(x)))))
         return self.out((self.out_norm(out) * jax.nn.sigmoid(gate)).astype(self.dtype)), cache
-
-
-def _decay_rate(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    return jnp.log(uniform(key, shape, 1.0, 16.0))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 
 from models.config import GPTConfig
 from models.hooks import Hooks
-from models.layers import INITS, Documents, give_weights, projected
+from models.layers import INITS, Documents, MakeNorm, give_weights, projected
 
 
 @runtime_checkable
@@ -54,6 +55,10 @@ CachedLinearFn = Callable[
 class RecurrentMixer(nnx.Module):
     """Projections and a short convolution in front of a recurrence."""
 
+    declared: ClassVar[Any]
+    """The file of `models.parts` that declares the layer."""
+    decay_rates: ClassVar[tuple[float, float]]
+    """Bounds of the rates by which states decay at first, for each unit of time."""
     rule: str
     """See `Recurrence.rule`."""
     linear_attention: Callable[[str], LinearAttentionFn]
@@ -67,33 +72,35 @@ class RecurrentMixer(nnx.Module):
     out_bias: nnx.Param | None = None
     """Bias of the output of the layer; always None."""
 
-    def build(
+    def __init__(
         self,
         config: GPTConfig,
-        declared: Any,
-        inits: Mapping[str, Callable[..., Array]],
         *,
+        attention_fn: Any,
         hooks: Hooks,
-        **options: Any,
+        out_gain: float,
+        rngs: nnx.Rngs,
     ) -> None:
-        """Builds a layer.
-
-        Args:
-            config: of the model.
-            declared: the file of `models.parts` that declares the layer.
-            inits: initial values of its own, by `Weight.init`.
-            hooks: how the model runs.
-            options: others of `give_weights`.
-        """
-        self.dtype, recurrence = jnp.dtype(config.dtype), declared.recurrence(config)
+        """Takes the config of the model; `attention_fn` is for other layers."""
+        del attention_fn
+        declared = self.declared
+        self.own, recurrence = declared.options(config), declared.recurrence(config)
+        self.dtype = jnp.dtype(config.dtype)
         self.rule, self.linear_attention = recurrence.rule, hooks.linear_attention
         give_weights(
             self,
             declared.weights(config),
             recurrence.sizes | {"width": config.width},
+            make_norm=MakeNorm(self.own.norm_eps),
             dtype=config.dtype,
-            inits={**INITS, "conv": _conv_kernel, "step_bias": _step_bias, **inits},
-            **options,
+            inits={
+                **INITS,
+                "conv": _conv_kernel,
+                "step_bias": _step_bias,
+                "decay_rate": partial(_decay_rate, bounds=self.decay_rates),
+            },
+            out_gain=out_gain,
+            rngs=rngs,
         )
 
     def inputs(self, x: Float[Array, "B T width"]) -> list[Float[Array, "B T _ _"]]:
@@ -156,17 +163,23 @@ def in_float32(x: Array) -> Float32[Array, "..."]:
     return x.astype(jnp.float32)
 
 
-def uniform(key: Array, shape: tuple[int, ...], low: float, high: float) -> Float32[Array, "..."]:
+def _uniform(key: Array, shape: tuple[int, ...], low: float, high: float) -> Float32[Array, "..."]:
     return jax.random.uniform(key, shape, jnp.float32, low, high)
 
 
 def _conv_kernel(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     """The initial kernel of a convolution, [tokens, ...]."""
     bound = shape[0] ** -0.5
-    return uniform(key, shape, -bound, bound)
+    return _uniform(key, shape, -bound, bound)
+
+
+def _decay_rate(
+    key: Array, shape: tuple[int, ...], *, bounds: tuple[float, float]
+) -> Float32[Array, "..."]:
+    return jnp.log(_uniform(key, shape, *bounds))
 
 
 def _step_bias(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     """Biases that softplus turns into steps of 0.001 to 0.1."""
-    time = jnp.exp(uniform(key, shape, math.log(0.001), math.log(0.1)))
+    time = jnp.exp(_uniform(key, shape, math.log(0.001), math.log(0.1)))
     return time + jnp.log(-jnp.expm1(-time))

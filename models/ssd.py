@@ -23,13 +23,14 @@ from models.recurrent import (
     CachedLinearFn,
     RecurrentMixer,
     in_float32,
-    uniform,
 )
 
 
 class Mamba2(RecurrentMixer):
     """Projections, short convolution, steps, skip, and gated norm of groups around SSD."""
 
+    declared = ssd
+    decay_rates = (1.0, 16.0)
     out_gate: nnx.LinearGeneral
     step: nnx.LinearGeneral
     out: nnx.LinearGeneral
@@ -41,20 +42,10 @@ class Mamba2(RecurrentMixer):
     key_conv_bias: nnx.Param | None = None
     value_conv_bias: nnx.Param | None = None
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        attention_fn: Any,
-        hooks: Hooks,
-        out_gain: float,
-        rngs: nnx.Rngs,
-    ) -> None:
-        """Takes the config of the model; `attention_fn` is for other layers."""
-        del attention_fn
-        self.config, self.mean = config.ssd.of_model(config), hooks.mean_over_tensor
-        options: dict[str, Any] = dict(hooks=hooks, out_gain=out_gain, rngs=rngs)
-        self.build(config, ssd, {"decay_rate": _decay_rate}, **options)
+    def __init__(self, config: GPTConfig, *, hooks: Hooks, **options: Any) -> None:
+        """Takes the arguments of all layers with a recurrence."""
+        super().__init__(config, hooks=hooks, **options)
+        self.mean = hooks.mean_over_tensor
 
     def __call__(
         self, x: Float[Array, "B T width"], rotation: Any, window: Any, attend: CachedLinearFn
@@ -62,7 +53,7 @@ class Mamba2(RecurrentMixer):
         """The layer, without rotation and window; returns its output and the cache of `attend`."""
         inputs = self.inputs(x)
         step = in_float32(projected(self.step(x))) + self.step_bias[...][None, None]
-        step = jnp.maximum(jax.nn.softplus(step), self.config.least_step)
+        step = jnp.maximum(jax.nn.softplus(step), self.own.least_step)
         decay = -jnp.exp(self.decay_rate[...])[None, None] * step
         params = (self.query_conv_bias, self.key_conv_bias, self.value_conv_bias)
         biases = [param[...] for param in params if param is not None]
@@ -73,15 +64,11 @@ class Mamba2(RecurrentMixer):
 
     def _normalised(self, x: Float32[Array, "B T heads V"]) -> Float32[Array, "B T heads V"]:
         """RMSNorm of the heads of each group together. Devices along `tensor` may share a group."""
-        heads, groups = self.config.heads, self.config.groups
+        heads, groups = self.own.heads, self.own.groups
         count = x.shape[2] // min(x.shape[2], heads // groups)
         grouped = x.reshape(*x.shape[:2], count, -1)
         mean_square = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
         if x.shape[2] < heads // groups:
             mean_square = self.mean(mean_square, groups)
-        grouped = grouped * lax.rsqrt(mean_square + self.config.norm_eps)
+        grouped = grouped * lax.rsqrt(mean_square + self.own.norm_eps)
         return grouped.reshape(x.shape) * self.out_scale[...][None, None]
-
-
-def _decay_rate(key: Array, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    return jnp.log(uniform(key, shape, 1.0, 16.0))

@@ -98,9 +98,14 @@ def weights(config: Model) -> dict[str, Weight]:
     }
 
 
+def options(config: Model) -> Any:
+    """Its options with all sizes filled in."""
+    return config.linear.of_model(config)
+
+
 def recurrence(config: Model) -> Recurrence:
     """The delta rule: it reads a state, corrects it and reads it again."""
-    sizes = config.linear.of_model(config)
+    sizes = options(config)
     names = ("heads", "key_heads", "key_dim", "value_dim", "conv")
     heads = {name: getattr(sizes, name) for name in names}
     return Recurrence(rule="gated_delta", delta=True, gates=2, **heads)

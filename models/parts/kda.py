@@ -80,9 +80,14 @@ def weights(config: Model) -> dict[str, Weight]:
     }
 
 
+def options(config: Model) -> Any:
+    """Its options with all sizes filled in."""
+    return config.kda.of_model(config)
+
+
 def recurrence(config: Model) -> Recurrence:
     """The delta rule with a decay for each channel of a key."""
-    own = config.kda.of_model(config)
+    own = options(config)
     return Recurrence(
         rule="kda",
         delta=True,

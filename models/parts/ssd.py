@@ -95,9 +95,14 @@ def weights(config: Model) -> dict[str, Weight]:
     return declared
 
 
+def options(config: Model) -> Any:
+    """Its options with all sizes filled in."""
+    return config.ssd.of_model(config)
+
+
 def recurrence(config: Model) -> Recurrence:
     """A recurrence whose states decay, and to which tokens are added."""
-    sizes = config.ssd.of_model(config)
+    sizes = options(config)
     return Recurrence(
         rule="ssd",
         delta=False,
