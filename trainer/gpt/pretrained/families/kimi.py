@@ -33,6 +33,7 @@ from trainer.gpt.pretrained.families.glm import (
     GroupedExperts,
 )
 from trainer.gpt.pretrained.families.hybrid import LINEAR
+from trainer.gpt.pretrained.families.mixtral import OF_MIXTRAL
 from trainer.gpt.pretrained.families.nemotron import NoPositions
 from trainer.gpt.pretrained.plain import pattern
 from trainer.gpt.pretrained.rope import FULL, ROPE
@@ -84,15 +85,14 @@ TENSORS: Mapping[str, tuple[str, Groups]] = {
     "attention/out/kernel": ("self_attn.o_proj.weight", IN_COLUMNS),
 }
 """Weight of a layer of Kimi Delta Attention -> tensor."""
-IN_FILE = {"experts.{}.gate_proj": "experts.{}.w1", "experts.{}.up_proj": "experts.{}.w3",
-           "experts.{}.down_proj": "experts.{}.w2", "mlp.": "block_sparse_moe."}  # fmt: skip
-
-
-def _of_file(tensor: str) -> str:
-    """The name in files of a tensor of experts of a GLM."""
-    for usual, of_file in IN_FILE.items():
-        tensor = tensor.replace(usual, of_file)
-    return tensor
+OF_EXPERTS: Mapping[str, tuple[str, Groups]] = {
+    **{
+        path: (name.replace("mlp.", "block_sparse_moe."), groups)
+        for path, (name, groups) in OF_ROUTER.items()
+    },
+    **OF_MIXTRAL,
+}
+"""Weight of a layer of experts -> tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +233,6 @@ KIMI_LINEAR = KimiLinear(
         config=ExpertsConfig(scores="sigmoid", choice_bias=True, shared_width=1),
         sizes=SIZES | GROUPS,
         count=COUNTS[0],
-        tensors={path: (_of_file(name), groups) for path, (name, groups) in OF_ROUTER.items()},
+        tensors=OF_EXPERTS,
     ),
 )

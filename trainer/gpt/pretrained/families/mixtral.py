@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trainer.gpt.pretrained.families.experts import COUNTS, LIKE_MLP, LOSSES, ExpertLayers
 from trainer.gpt.pretrained.families.family import SILU, Family
-from trainer.weights.places import TRANSPOSED
+from trainer.weights.places import TRANSPOSED, Groups
+
+OF_MIXTRAL: Mapping[str, tuple[str, Groups]] = {
+    "mlp/router": ("block_sparse_moe.gate.weight", TRANSPOSED),
+    "mlp/expert_gate/kernel": ("block_sparse_moe.experts.{}.w1.weight", TRANSPOSED),
+    "mlp/expert_up/kernel": ("block_sparse_moe.experts.{}.w3.weight", TRANSPOSED),
+    "mlp/expert_down/kernel": ("block_sparse_moe.experts.{}.w2.weight", TRANSPOSED),
+}
+"""Weight of a layer of experts -> tensor."""
 
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
@@ -14,11 +24,6 @@ MIXTRAL = Family(
     experts=ExpertLayers(
         sizes=LIKE_MLP,
         count=COUNTS[1],
-        tensors={
-            "mlp/router": ("block_sparse_moe.gate.weight", TRANSPOSED),
-            "mlp/expert_gate/kernel": ("block_sparse_moe.experts.{}.w1.weight", TRANSPOSED),
-            "mlp/expert_up/kernel": ("block_sparse_moe.experts.{}.w3.weight", TRANSPOSED),
-            "mlp/expert_down/kernel": ("block_sparse_moe.experts.{}.w2.weight", TRANSPOSED),
-        },
+        tensors=OF_MIXTRAL,
     ),
 )
