@@ -30,6 +30,7 @@ from trainer.gpt.pretrained.plain import plain
 from trainer.gpt.pretrained.rope import KEYS_OF_IMAGES, NESTED, OUTER_LENGTH, SCALING, SHARE, THETA
 from trainer.gpt.pretrained.values import (
     CONFIG,
+    LENGTH,
     ConfigValues,
     require,
     transformers_for,
@@ -53,7 +54,7 @@ IDLE = {
 NAMES = ("model_type", "architectures", "dtype", "torch_dtype")
 WHOLE = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", LENGTH),
     *("no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar"),
 )
 """Keys whose values are whole numbers from 1 on."""
@@ -157,7 +158,7 @@ def describe(values: Mapping[str, Any], name: str) -> Description:
     simple = plain(model)
     # `plain` leaves out which layers a scaling stretches if there is none, but a flag may add one.
     rope = replace(simple.rope, stretches=model.rope.stretches)
-    length = read.values["max_position_embeddings"]
+    length = read.values[LENGTH]
     return Description(family=model_type, model=replace(simple, rope=rope), length=length)
 
 

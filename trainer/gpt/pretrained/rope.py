@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from models.config import GPTConfig, RopeConfig
 from startrail_jax.errors import UnsupportedError
 from trainer.gpt.pretrained.plain import stretches_some
-from trainer.gpt.pretrained.values import ConfigValues, require
+from trainer.gpt.pretrained.values import LENGTH, ConfigValues, require
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers in transformers: without a window, and with one."""
@@ -216,7 +216,7 @@ def read_rope(
         # transformers does not look at a factor.
         return RopeConfig(bases=(base,))
     # Of the two places, transformers prefers the outer one.
-    length = values.values["max_position_embeddings"]
+    length = values.values[LENGTH]
     if name == "yarn" and written.get(OUTER_LENGTH, length) is None:
         raise values.wrong(OUTER_LENGTH, "a whole number", None)
     inner = rope.number(OUTER_LENGTH, default=length)

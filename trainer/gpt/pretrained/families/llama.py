@@ -9,7 +9,7 @@ from typing import Any
 from startrail_jax.errors import UnsupportedError
 from trainer.gpt.pretrained.families.family import WINDOWS, Family
 from trainer.gpt.pretrained.rope import FULL, SLIDING
-from trainer.gpt.pretrained.values import TOO_LARGE, ConfigValues
+from trainer.gpt.pretrained.values import LENGTH, TOO_LARGE, ConfigValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Llama(Family):
             return
         values = ConfigValues(written, name)
         if types is None:
-            length = values.number("max_position_embeddings", default=TOO_LARGE)
+            length = values.number(LENGTH, default=TOO_LARGE)
             is_idle = values.number("sliding_window") >= length
         else:
             is_idle = SLIDING not in types
