@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from models.checks import check_minimum, check_range, check_used
-from models.parts.recurrence import Recurrence
+from models.parts.recurrence import CONVOLUTIONS, PROJECTIONS, Recurrence
 from models.weights import Model, Weight, projection, scale, shared_projection, weight
 
 
@@ -62,18 +62,14 @@ def weights(config: Model) -> dict[str, Weight]:
     """The weights, in the order in which they are drawn."""
     del config  # All of its layers have them.
     return {
-        "query/kernel": projection("width | key_heads key_dim"),
-        "key/kernel": projection("width | key_heads key_dim"),
-        "value/kernel": projection("width | value_heads value_dim"),
+        **PROJECTIONS,
         "out_gate_down/kernel": shared_projection("width | gate_rank"),
         "out_gate/kernel": projection("gate_rank | value_heads value_dim"),
         "decay_down/kernel": shared_projection("width | gate_rank"),
         "decay/kernel": projection("gate_rank | value_heads key_dim"),
         "beta/kernel": projection("width | value_heads"),
         "out/kernel": projection("value_heads value_dim | width", "out"),
-        "query_conv": weight("conv key_heads key_dim", "conv"),
-        "key_conv": weight("conv key_heads key_dim", "conv"),
-        "value_conv": weight("conv value_heads value_dim", "conv"),
+        **CONVOLUTIONS,
         "decay_rate": weight("value_heads", "decay_rate", decays=False),
         "decay_bias": weight("value_heads key_dim", "step_bias", precise=True, decays=False),
         "out_norm/scale": scale("value_dim"),

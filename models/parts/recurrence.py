@@ -8,7 +8,23 @@ tokens (`startrail_jax.linear.sizes`). It sends log2(devices) maps in each pass,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from models.weights import Weight, projection, weight
+
+PROJECTIONS: Mapping[str, Weight] = {
+    "query/kernel": projection("width | key_heads key_dim"),
+    "key/kernel": projection("width | key_heads key_dim"),
+    "value/kernel": projection("width | value_heads value_dim"),
+}
+"""The weights of queries, keys and values of any layer with a recurrence."""
+CONVOLUTIONS: Mapping[str, Weight] = {
+    "query_conv": weight("conv key_heads key_dim", "conv"),
+    "key_conv": weight("conv key_heads key_dim", "conv"),
+    "value_conv": weight("conv value_heads value_dim", "conv"),
+}
+"""The kernels of its short convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from models.checks import check_minimum, check_range, check_used
-from models.parts.recurrence import Recurrence
+from models.parts.recurrence import CONVOLUTIONS, PROJECTIONS, Recurrence
 from models.weights import Model, Weight, bias, projection, scale, weight
 from startrail_jax.errors import InputError
 
@@ -74,15 +74,11 @@ def weights(config: Model) -> dict[str, Weight]:
     """The weights, in the order in which they are drawn. In the words of the paper, query, key and
     value are C, B and x, the rate of decay is the logarithm of -A, and the skip is D."""
     declared = {
-        "query/kernel": projection("width | key_heads key_dim"),
-        "key/kernel": projection("width | key_heads key_dim"),
-        "value/kernel": projection("width | value_heads value_dim"),
+        **PROJECTIONS,
         "out_gate/kernel": projection("width | value_heads value_dim"),
         "step/kernel": projection("width | value_heads"),
         "out/kernel": projection("value_heads value_dim | width", "out"),
-        "query_conv": weight("conv key_heads key_dim", "conv"),
-        "key_conv": weight("conv key_heads key_dim", "conv"),
-        "value_conv": weight("conv value_heads value_dim", "conv"),
+        **CONVOLUTIONS,
         "decay_rate": weight("value_heads", "decay_rate", decays=False),
         "step_bias": weight("value_heads", "step_bias", decays=False),
         "skip": weight("value_heads", "ones", decays=False),
