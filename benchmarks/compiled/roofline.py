@@ -178,7 +178,7 @@ class Roofline:
         lines.append(f"recomputed: {self.recomputed_share:.1%} of the FLOPs")
         if expanding := self.expanding_seconds:
             share = expanding / self.seconds
-            lines.append(f"of it, expanding latents: {expanding:.4f} s, {share:.1%}")
+            lines.append(f"expanding latents: {expanding:.4f} s, {share:.1%} of the time")
         lines += ["", f"{'largest by bytes':<36}{'runs':>8}{'MiB':>9}{'s':>9}  result"]
         for x in sorted(self.kernels, key=lambda x: -x.runs * x.bytes)[:largest]:
             lines.append(f"{x.name:<36.35}{x.runs:>8.4g}{x.bytes / 2**20:>9.1f}"
