@@ -4,12 +4,14 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import startrail_jax as st
 from models.hooks import Hooks
+from models.parts.gpt import gpt_dims, gpt_weights
 from programs import learnable_tokens, make_config, make_program, placed, saved_by_layers
 from programs import train_steps as run_steps
 from trainer.data.batches import place
@@ -18,6 +20,7 @@ from trainer.gpt.config import DataConfig, attention_of
 from trainer.gpt.generation import Generator
 from trainer.gpt.objective import make_gpt
 from trainer.gpt.token_choice import Sampling
+from trainer.parallel.partition import path_name
 
 END = 7  # Ends a document.
 
@@ -38,6 +41,47 @@ def check_losses(found, one_device, *, fall):
     np.testing.assert_allclose(found[:, 0], one_device[:, 0], rtol=1e-5)
     np.testing.assert_allclose(found, one_device, rtol=1e-4)
     assert one_device[-1, 0] < one_device[0, 0] - fall
+
+
+def beside_oracle(model, config, oracle):
+    """Logits, and gradients by path, of a model with random weights, norms and scalars too, and of
+    an oracle, (weights by path, tokens, config) -> logits. The weights are those declared."""
+    graph, weights = nnx.split(model)
+    rng, vocab = np.random.default_rng(3), config.vocab_size
+
+    def draw(path, x):
+        centre = 1.0 if path_name(path).endswith(("scale", "layer_scalar")) else 0.0
+        spread = 0.3 if centre else x.shape[-1] ** -0.5
+        return jnp.asarray(centre + spread * rng.normal(size=x.shape), jnp.float32)
+
+    weights = jax.tree_util.tree_map_with_path(draw, weights)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(vocab, size=(2, 11)), jnp.int32)
+    positions = jnp.tile(jnp.arange(11), (2, 1))
+    readout = jnp.asarray(np.random.default_rng(1).normal(size=(2, 11, vocab)), jnp.float32)
+    named = by_path(weights)
+    assert named.keys() == gpt_weights(config).keys()
+    sizes = gpt_dims(config)
+    for path, x in gpt_weights(config).items():
+        dims = [sizes[dim] for dim in x.dims if dim != "layers"]
+        assert named[path].shape[x.is_stacked :] == tuple(dims)
+
+    def found(weights):
+        logits = nnx.merge(graph, weights)(tokens, positions)
+        return jnp.sum(logits * readout), logits
+
+    def wanted(named):
+        logits = oracle(named, tokens, config)
+        return jnp.sum(logits * readout), logits
+
+    (_, logits), gradients = jax.jit(jax.value_and_grad(found, has_aux=True))(weights)
+    with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
+        (_, expected), slopes = jax.jit(jax.value_and_grad(wanted, has_aux=True))(named)
+    return (logits, by_path(gradients)), (expected, slopes)
+
+
+def by_path(tree):
+    """The arrays of a tree by their paths."""
+    return {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def program_fixtures(config):

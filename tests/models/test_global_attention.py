@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mixers import beside_oracle
 from models import gpt
 from models.config import GPTConfig, RopeConfig
 from models.parts.attention import GlobalConfig, Keys, keys_of
-from models.parts.gpt import gpt_dims, gpt_weights
 from models.rope import Rope
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.parallel.partition import path_name
 from trainer.planner.gpt import sizes_of_gpt
 
 WINDOW, EPSILON = 3, 1e-3
@@ -109,18 +108,8 @@ def oracle(weights, tokens, config):
     return normalised(x, weights["norm/scale"]) @ weights["head/kernel"]
 
 
-def drawn(config):
-    """A model's graph, and random weights for all of it, norms and scalars too."""
-    model = gpt.GPT(config, attention_fn=attend, rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(model)
-    rng = np.random.default_rng(3)
-
-    def one(path, x):
-        centre = 1.0 if path_name(path).endswith(("scale", "layer_scalar")) else 0.0
-        spread = 0.3 if centre else x.shape[-1] ** -0.5
-        return jnp.asarray(centre + spread * rng.normal(size=x.shape), jnp.float32)
-
-    return graph, jax.tree_util.tree_map_with_path(one, weights)
+def make(config):
+    return gpt.GPT(config, attention_fn=attend, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -137,32 +126,9 @@ def drawn(config):
     ],
 )  # fmt: skip
 def test_layers_of_two_sizes_are_those_of_the_formulas(config):
-    graph, weights = drawn(config)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(19, size=(2, 11)), jnp.int32)
-    positions = jnp.tile(jnp.arange(11), (2, 1))
-    readout = jnp.asarray(np.random.default_rng(1).normal(size=(2, 11, 19)), jnp.float32)
-    named = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(weights)}
-    assert named.keys() == gpt_weights(config).keys()
-    sizes = gpt_dims(config)
-    for path, x in gpt_weights(config).items():
-        assert named[path].shape[x.is_stacked :] == tuple(
-            sizes[dim] for dim in x.dims if dim != "layers"
-        )
-
-    def found(weights):
-        logits = nnx.merge(graph, weights)(tokens, positions)
-        return jnp.sum(logits * readout), logits
-
-    def wanted(named):
-        logits = oracle(named, tokens, config)
-        return jnp.sum(logits * readout), logits
-
-    (_, logits), gradients = jax.jit(jax.value_and_grad(found, has_aux=True))(weights)
-    with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
-        (_, expected), slopes = jax.jit(jax.value_and_grad(wanted, has_aux=True))(named)
+    (logits, gradients), (expected, slopes) = beside_oracle(make(config), config, oracle)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
-    for path, x in jax.tree_util.tree_leaves_with_path(gradients):
-        name = path_name(path)
+    for name, x in gradients.items():
         size = float(jnp.abs(slopes[name]).max())
         np.testing.assert_allclose(x, slopes[name], rtol=0, atol=2e-4 * size + 1e-9, err_msg=name)
         assert (size == 0) == name.endswith("layer_scalar")
@@ -185,7 +151,7 @@ def test_the_heads_of_each_mixer_are_known():
 
 def test_the_planner_counts_the_heads_of_each_layer():
     sizes, length = sizes_of_gpt(CONFIG, name="of two sizes"), 16
-    weights = sum(x.size for x in jax.tree.leaves(drawn(CONFIG)[1]))
+    weights = sum(x.size for x in jax.tree.leaves(nnx.state(make(CONFIG))))
     assert sizes.elements == weights
     of_window = WINDOW * (WINDOW + 1) // 2 + (length - WINDOW) * WINDOW
     pairs = 3 * 4 * of_window + 2 * 10 * length * (length + 1) // 2

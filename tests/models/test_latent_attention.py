@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mixers import beside_oracle
 from models import gpt
 from models.config import GPTConfig, RopeConfig
 from models.hooks import Hooks
 from models.parts.attention import Keys, keys_of
-from models.parts.gpt import gpt_dims, gpt_weights
 from models.parts.latent import LatentConfig
 from refusals import refused
 from startrail_jax.errors import InputError
 from startrail_jax.rings.latents import Expansion
-from trainer.parallel.partition import path_name
 
 EPSILON, BASE, VOCAB = 1e-3, 50.0, 19
 CONFIG = GPTConfig(
@@ -105,20 +104,10 @@ def oracle(weights, tokens, config):
     return normalised(x, weights["norm/scale"], config.norm_eps) @ weights["head/kernel"]
 
 
-def drawn(config):
-    """A model's graph, and random weights for all of it, norms too."""
+def make(config):
+    options = dict(attention_fn=jax.nn.dot_product_attention)
     hooks = Hooks(latent_attention=attend)
-    graph, weights = nnx.split(
-        gpt.GPT(config, attention_fn=jax.nn.dot_product_attention, hooks=hooks, rngs=nnx.Rngs(0))
-    )
-    rng = np.random.default_rng(3)
-
-    def one(path, x):
-        centre = 1.0 if path_name(path).endswith("scale") else 0.0
-        spread = 0.3 if centre else x.shape[-1] ** -0.5
-        return jnp.asarray(centre + spread * rng.normal(size=x.shape), jnp.float32)
-
-    return graph, jax.tree_util.tree_map_with_path(one, weights)
+    return gpt.GPT(config, **options, hooks=hooks, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -133,31 +122,9 @@ def drawn(config):
     ],
 )
 def test_layers_are_those_of_the_formulas(config):
-    graph, weights = drawn(config)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(VOCAB, size=(2, 11)), jnp.int32)
-    positions = jnp.tile(jnp.arange(11), (2, 1))
-    readout = jnp.asarray(np.random.default_rng(1).normal(size=(2, 11, VOCAB)), jnp.float32)
-    named = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(weights)}
-    assert named.keys() == gpt_weights(config).keys()
-    sizes = gpt_dims(config)
-    for path, x in gpt_weights(config).items():
-        dims = [sizes[dim] for dim in x.dims if dim != "layers"]
-        assert named[path].shape[x.is_stacked :] == tuple(dims)
-
-    def found(weights):
-        logits = nnx.merge(graph, weights)(tokens, positions)
-        return jnp.sum(logits * readout), logits
-
-    def wanted(named):
-        logits = oracle(named, tokens, config)
-        return jnp.sum(logits * readout), logits
-
-    (_, logits), gradients = jax.jit(jax.value_and_grad(found, has_aux=True))(weights)
-    with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
-        (_, expected), slopes = jax.jit(jax.value_and_grad(wanted, has_aux=True))(named)
+    (logits, gradients), (expected, slopes) = beside_oracle(make(config), config, oracle)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * float(jnp.abs(logits).max()))
-    for path, x in jax.tree_util.tree_leaves_with_path(gradients):
-        name = path_name(path)
+    for name, x in gradients.items():
         size = float(jnp.abs(slopes[name]).max())
         assert size > 0
         np.testing.assert_allclose(x, slopes[name], rtol=0, atol=2e-5 * size, err_msg=name)
