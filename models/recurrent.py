@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -97,7 +97,7 @@ class RecurrentMixer(nnx.Module):
                 **INITS,
                 "conv": _conv_kernel,
                 "step_bias": _step_bias,
-                "decay_rate": partial(_decay_rate, bounds=self.decay_rates),
+                "decay_rate": functools.partial(_decay_rate, bounds=self.decay_rates),
             },
             out_gain=out_gain,
             rngs=rngs,
