@@ -93,6 +93,15 @@ def test_python_of_attention_page_runs_and_is_right(monkeypatch):
     expected, states = linear_oracle.linear_attention(k, k, *others, delta=True, scale=32**-0.5)
     np.testing.assert_allclose(names["linear"].unshard(names["read"]), expected, atol=2e-6)
     np.testing.assert_allclose(names["state"], states[-1], atol=2e-6)
+    tokens = (names[name] for name in ("q", "latent", "rotated", "from_latents"))
+    query, latent, rotated, found = map(names["attention"].unshard, tokens)
+    key, value = (
+        np.einsum("bsr,rnh->bsnh", latent, names[f"{x}_kernel"]) for x in ("key", "value")
+    )
+    shape = (*key.shape[:3], rotated.shape[-1])
+    key = np.concatenate([key, np.broadcast_to(rotated[:, :, None], shape)], -1)
+    expected, _ = oracle.attention(query, key, value, causal=True)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 @pytest.mark.slow
