@@ -31,12 +31,18 @@ def dit_1b() -> DiTTrainConfig:
     A video latent of 32 frames of 256 x 256 positions and 16 channels, in patches of 1 x 2 x 2.
     Command: `python train.py dit_1b --data.path LATENTS.npz --mesh.c 4` on 32 A100.
 
-    On images, their folder decides about size, channels and classes. From ImageNet, with a folder
-    for each class, and a folder of an AutoencoderKL (`pip install -e '.[video,images]'`):
+    On images, their folder decides about size, channels, and classes or texts. From ImageNet, with
+    a folder for each class, and a folder of an AutoencoderKL (`pip install -e '.[video,images]'`):
 
         python -m trainer.dit.encode imagenet/train latents --vae sd-vae-ft-ema --size 256
         python train.py dit_1b --data.path latents --batch-size 256 --tile None
         python sample.py runs/dit_1b --decode sd-vae-ft-ema --classes n01440764 207
+
+    From images with captions in a metadata.jsonl, and a folder of a text encoder:
+
+        python -m trainer.dit.encode photos latents --vae sd-vae-ft-ema --text-encoder t5-base
+        python train.py dit_1b --data.path latents --batch-size 256 --tile None
+        python sample.py runs/dit_1b --text-encoder t5-base --prompt "a kite" --decode sd-vae-ft-ema
     """
     return DiTTrainConfig(
         model=DiTConfig(

@@ -2,19 +2,21 @@
 
 The model knows no mesh. Its tokens may come in any order and in any number: `positions`, which are
 data, say where each token lies, and only attention looks at several tokens. Each row has one time
-and one class, which every device with tokens of the row needs.
+and one class or text, which every device with tokens of the row needs.
 
-Unlike the model of the paper, this one has no biases.
+Unlike the models of the papers, this one has no biases.
 
 References:
     DiT, adaLN-Zero: https://arxiv.org/abs/2212.09748
+    PixArt-alpha, attention to a text between self-attention and the MLP:
+    https://arxiv.org/abs/2310.00426, section 2.3
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +26,18 @@ from jaxtyping import Array, Float, Float32, Int32
 from models.hooks import Hooks
 from models.layers import MLP, AttentionFn, projected, run_blocks
 from models.linear import linear
-from models.modulation import TIME_SCALE, add_gated, modulate, one_by_one, sinusoids
+from models.modulation import (
+    EPSILON,
+    TIME_SCALE,
+    add_gated,
+    layer_norm,
+    modulate,
+    one_by_one,
+    sinusoids,
+)
 from models.parts.dit import TIME_CHANNELS
 from models.sizes import check_dit_width
+from startrail_jax.errors import InputError
 from startrail_jax.xla.ordering import compute_first
 
 
@@ -43,6 +54,7 @@ class DiT(nnx.Module):
         layers: int,
         heads: int,
         mlp_width: int,
+        text_dim: int | None = None,
         attention_fn: AttentionFn,
         dtype: Any = jnp.float32,
         hooks: Hooks | None = None,
@@ -50,8 +62,8 @@ class DiT(nnx.Module):
     ) -> None:
         """Builds the model with float32 weights; weights of the layers are stacked, [layers, ...].
 
-        The weights of modulations and of the output projection begin as 0, so that at first every
-        block is the identity and the output is 0.
+        The weights of modulations, of the outputs of attention to a text, and of the output
+        projection begin as 0, so that at first every block is the identity and the output is 0.
 
         Args:
             channels: channels of a latent, or of an image.
@@ -62,6 +74,7 @@ class DiT(nnx.Module):
             layers: number of blocks.
             heads: attention heads, a divisor of `width`.
             mlp_width: hidden channels of the MLP.
+            text_dim: channels of an embedded token of text; None for a model without texts.
             attention_fn: attention without a mask; called with `segment_ids` by keyword.
             dtype: type of activations and matrix products. Norms, the conditioning vector, products
                 with it, and the output are float32 in any case.
@@ -82,6 +95,9 @@ class DiT(nnx.Module):
         self.time_in = linear(TIME_CHANNELS, width, dtype=jnp.float32, rngs=rngs)
         self.time_out = linear(width, width, dtype=jnp.float32, rngs=rngs)
         self.classes = nnx.Embed(classes + 1, width, embedding_init=small, rngs=rngs)
+        self.text = (
+            None if text_dim is None else TextTokens(text_dim, width, dtype=dtype, rngs=rngs)
+        )
 
         @nnx.vmap(in_axes=0, out_axes=0)
         def make_blocks(rngs: nnx.Rngs) -> DiTBlock:
@@ -89,6 +105,7 @@ class DiT(nnx.Module):
                 width=width,
                 heads=heads,
                 mlp_width=mlp_width,
+                text=text_dim is not None,
                 dtype=dtype,
                 hooks=self.hooks,
                 rngs=rngs,
@@ -112,6 +129,9 @@ class DiT(nnx.Module):
         time: Float32[Array, " B"],
         labels: Int32[Array, " B"],
         segment_ids: Int32[Array, "B T"] | None = None,
+        *,
+        text: Float[Array, "B S D"] | None = None,
+        text_ids: Int32[Array, "B S"] | None = None,
     ) -> Float[Array, "B T width"]:
         """The input of `output`: the last layer's output, normalised and modulated.
 
@@ -123,10 +143,26 @@ class DiT(nnx.Module):
             segment_ids: segment of each token. A token sees only its own segment; a token with a
                 negative id is padding and sees nothing. None means that all tokens of a row belong
                 to segment 0.
+            text: embedded tokens of the text of each row, for a model with `text_dim`.
+            text_ids: 0 for the tokens of a text, negative for what fills it up. In a row of
+                negative ids, attention to the text gives 0. None means that all are tokens.
+
+        Raises:
+            ValueError: if a model with `text_dim` is given no text, or another is given one.
         """
+        if (text is None) != (self.text is None):
+            raise InputError(
+                "A DiT with text_dim needs a text, and others take none; got "
+                f"{'no text' if text is None else 'a text'}. "
+                f"{'Give' if text is None else 'Leave out'} text."
+            )
+        context = None
+        if self.text is not None and text is not None:
+            context = Context(self.text(text), text_ids)
         x = self.patches(patches) + grid_sinusoids(positions, self.width)
         condition = jax.nn.silu(self._embed_time(time) + self.classes(labels))
-        x = run_blocks(self.blocks, self.hooks, x.astype(self.dtype), condition, segment_ids)
+        x = x.astype(self.dtype)
+        x = run_blocks(self.blocks, self.hooks, x, condition, segment_ids, context)
         shift, scale = one_by_one(self.modulation(condition))
         return modulate(x, shift, scale)
 
@@ -136,6 +172,28 @@ class DiT(nnx.Module):
 
     def _embed_time(self, time: Float32[Array, " B"]) -> Float32[Array, "B width"]:
         return self.time_out(jax.nn.silu(self.time_in(sinusoids(time * TIME_SCALE, TIME_CHANNELS))))
+
+
+class Context(NamedTuple):
+    """The text of each row, for the layers."""
+
+    tokens: Float[Array, "B S width"]
+    ids: Int32[Array, "B S"] | None
+
+
+class TextTokens(nnx.Module):
+    """text_out(gelu(text_in(norm(x)))): the tokens of a text, for the layers.
+
+    The norm has no weights: encoders differ in the scale of their outputs.
+    """
+
+    def __init__(self, text_dim: int, width: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.text_in = linear(text_dim, width, dtype=dtype, rngs=rngs)
+        self.text_out = linear(width, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, text: Float[Array, "B S D"]) -> Float[Array, "B S width"]:
+        text = layer_norm(text, EPSILON).astype(self.text_in.dtype)
+        return self.text_out(jax.nn.gelu(self.text_in(text)))
 
 
 class DiTBlock(nnx.Module):
@@ -150,6 +208,7 @@ class DiTBlock(nnx.Module):
         x: Float[Array, "B T width"],
         condition: Float32[Array, "B width"],
         segment_ids: Int32[Array, "B T"] | None,
+        context: Context | None,
     ) -> Float[Array, "B T width"]:
         """Runs the block.
 
@@ -157,14 +216,15 @@ class DiTBlock(nnx.Module):
             x: tokens.
             condition: conditioning vector of each row, from which modulations are projected.
             segment_ids: segment of each token.
+            context: the text of each row, if the model has texts.
         """
-        return self.image(
-            x, condition, functools.partial(self.attention_fn, segment_ids=segment_ids)
-        )
+        attend = functools.partial(self.attention_fn, segment_ids=segment_ids)
+        return self.image(x, condition, attend, context)
 
 
 class DiTStream(nnx.Module):
-    """x + gate * attention(modulate(x)), then x + gate * mlp(modulate(x)).
+    """x + gate * attention(modulate(x)), x + attention(norm(x), text) in a model with texts, and
+    x + gate * mlp(modulate(x)).
 
     Each row has one shift, scale and gate for all its tokens (adaLN-Zero).
     """
@@ -175,6 +235,7 @@ class DiTStream(nnx.Module):
         width: int,
         heads: int,
         mlp_width: int,
+        text: bool,
         dtype: Any,
         hooks: Hooks,
         rngs: nnx.Rngs,
@@ -187,6 +248,9 @@ class DiTStream(nnx.Module):
         self.key = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
         self.value = linear(width, (heads, head_dim), dtype=dtype, rngs=rngs)
         self.out = linear((heads, head_dim), width, dtype=dtype, rngs=rngs)
+        self.text = (
+            TextAttention(width, heads, dtype=dtype, hooks=hooks, rngs=rngs) if text else None
+        )
         self.mlp = MLP("gelu", width=width, hidden=mlp_width, out_gain=1.0, dtype=dtype, rngs=rngs)
 
     def __call__(
@@ -194,6 +258,7 @@ class DiTStream(nnx.Module):
         x: Float[Array, "B T width"],
         condition: Float32[Array, "B width"],
         attend: AttentionFn,
+        context: Context | None,
     ) -> Float[Array, "B T width"]:
         copy, reduce = self.hooks.copy_to_tensor, self.hooks.reduce_from_tensor
         modulations = one_by_one(self.modulation(condition))
@@ -206,9 +271,32 @@ class DiTStream(nnx.Module):
         query, modulated = compute_first(projected(self.query(modulated)), modulated)
         out = attend(query, projected(self.key(modulated)), projected(self.value(modulated)))
         x = add_gated(x, gate, projected(reduce(self.out(out))))
+        if self.text is not None:
+            assert context is not None, "the model has compared them"
+            x = x + self.text(x, context)
         # A tile may hold tokens of several rows, so that modulation, by row, stays outside of it.
         mlp = self.hooks.tiled(feed_forward)
         return add_gated(x, mlp_gate, mlp(modulate(x, mlp_shift, mlp_scale)))
+
+
+class TextAttention(nnx.Module):
+    """attention(norm(x), text): each token attends to the text of its row, whose tokens are whole
+    wherever it lies."""
+
+    def __init__(self, width: int, heads: int, *, dtype: Any, hooks: Hooks, rngs: nnx.Rngs) -> None:
+        self.hooks = hooks
+        self.query, self.key, self.value = (
+            linear(width, (heads, width // heads), dtype=dtype, rngs=rngs) for _ in range(3)
+        )
+        self.out = linear((heads, width // heads), width, gain=0.0, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T width"], context: Context) -> Float[Array, "B T width"]:
+        copy = self.hooks.copy_to_tensor
+        query = projected(self.query(copy(layer_norm(x, EPSILON).astype(x.dtype))))
+        text = copy(context.tokens)
+        key, value = projected(self.key(text)), projected(self.value(text))
+        out = self.hooks.attend_whole(query, key, value, context.ids)
+        return projected(self.hooks.reduce_from_tensor(self.out(out)))
 
 
 def grid_sinusoids(positions: Int32[Array, "B T 3"], width: int) -> Float32[Array, "B T width"]:

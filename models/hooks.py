@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from models.periods import ATTENTION, layer_of
@@ -20,6 +21,14 @@ def _unchanged(x: Any, parts: int = 1) -> Any:
 
 def _run_layer(layer: Callable[..., Any], stack: str = ATTENTION) -> Callable[..., Any]:
     return lambda weights, *arguments: layer(layer_of(weights), *arguments)
+
+
+def _attend_whole(query: Array, key: Array, value: Array, key_ids: Array | None = None) -> Array:
+    if key_ids is None:
+        return jax.nn.dot_product_attention(query, key, value)
+    seen = key_ids >= 0
+    out = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None, None])
+    return jnp.where(seen.any(axis=1)[:, None, None, None], out, 0)
 
 
 def _no_linear_attention(rule: str) -> Any:
@@ -67,9 +76,10 @@ class Hooks:
     expert_axes: tuple[str, ...] = ()
     """Mesh axes over whose devices the experts of a layer are divided, so that tokens are sent to
     them; with none, every device has the weights of all experts."""
-    attend_whole: Callable[[Array, Array, Array], Array] = jax.nn.dot_product_attention
-    """Attention of tokens to others that are whole on every device, such as a text:
-    (query [B T N H], key [B S N H], value [B S N H]) -> [B T N H]."""
+    attend_whole: Callable[..., Array] = _attend_whole
+    """Attention of tokens to others that are whole on every device, such as a text: (query
+    [B T N H], key [B S N H], value [B S N H], key_ids [B S] or None) -> [B T N H]. Keys of negative
+    ids only fill up; where a row has no other, the output is 0."""
     linear_attention: Callable[[str], Any] = _no_linear_attention
     """(rule) -> a `startrail_jax.LinearAttention` for the layers of linear attention."""
     latent_attention: Callable[..., Array] = _no_latent_attention

@@ -20,7 +20,7 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.checksums import Checksums
 from trainer.config import OptimizerConfig
 from trainer.data.batches import place
-from trainer.dit.config import DiTConfig, DiTTrainConfig
+from trainer.dit.config import DiTConfig, DiTTrainConfig, ImageConfig
 from trainer.dit.wan.config import WanConfig, WanTrainConfig
 from trainer.gpt.config import GPTTrainConfig
 from trainer.parallel.abstract_step import AbstractStep
@@ -164,6 +164,12 @@ def make_dit_config(model=None, **changes):
     return DiTTrainConfig(model=DiTConfig(**sizes | (model or {})), **OF_VIDEOS | changes)
 
 
+def make_text_config(model=None, *, text_tokens=3, **changes):
+    """A DiT of texts."""
+    data = ImageConfig(text_tokens=text_tokens)
+    return make_dit_config(dict(classes=0, text_dim=6) | (model or {}), data=data, **changes)
+
+
 def make_wan_config(model=None, **changes):
     sizes = dict(channels=2, width=48, layers=2, heads=8, mlp_width=48, text_dim=6, text_tokens=3)
     return WanTrainConfig(model=WanConfig(**sizes | (model or {})), **OF_VIDEOS | changes)
@@ -250,7 +256,7 @@ def shared_programs():
 
     def prepare_once(self, config, attention, objective):
         settings = {k: v for k, v in vars(config).items() if k not in NOT_COMPUTED_FROM}
-        for name in ("mask_documents", "longest_document"):
+        for name in ("mask_documents", "longest_document", "text_tokens"):
             settings[name] = getattr(config.data, name, None)
         settings["drawn"] = config.documents_drawn
         key = type(config), repr(settings), attention

@@ -243,9 +243,15 @@ def place(tmp_path_factory):
     line = dict(image="a/b.png", version=0, sha256="", file="c", row=0, label=0, caption=None)
     line = json.dumps(line | {"size": [1, 32, 32]})
     (place / "latents" / "images-0-of-1.jsonl").write_text(line)
+    (place / "captioned").mkdir()
+    about |= {"classes": None, "captions": True, "text_dim": 768, "text_model": ""}
+    (place / "captioned" / "encoded.json").write_text(json.dumps(about))
+    line = json.loads(line) | {"label": None, "caption": "a kite", "text": [0, 4]}
+    (place / "captioned" / "images-0-of-1.jsonl").write_text(json.dumps(line))
     made = "gpt_tiny mine qwen3 adapted copy reward Qwen3-8B dit_digits dit_1b dit_video wan plain"
-    for name in made.split():
+    for name in [*made.split(), "captioned"]:
         recipe = name if name in RECIPES else "gpt_tiny"
+        recipe = "dit_1b" if name == "captioned" else recipe
         recipe = "wan_1_3b" if name in ("wan", "plain") else recipe
         (place / "runs" / name).mkdir(parents=True)
         save_config(RECIPES[recipe](), place / "runs" / name / "config.json")

@@ -8,7 +8,7 @@ import startrail_jax as st
 from models.parts.experts import ExpertsConfig
 from models.parts.gated_delta import LinearConfig
 from models.parts.ssd import SSDConfig
-from programs import SMALL, make_config, make_dit_config, make_wan_config
+from programs import SMALL, make_config, make_dit_config, make_text_config, make_wan_config
 from startrail_jax.errors import UserError
 from trainer.config import AttentionConfig, LoraConfig, OptimizerConfig
 from trainer.gpt.config import DataConfig
@@ -28,7 +28,18 @@ DEGREES = (
     st.Degrees(tensor=2, ring=2, head=2),
     st.Degrees(tensor=2, group=2, team=2),
 )
-KINDS = ("plain", "windows", "hybrid", "mamba", "experts", "wan", "dit", "objective", "documents")
+KINDS = (
+    "plain",
+    "windows",
+    "hybrid",
+    "mamba",
+    "experts",
+    "wan",
+    "dit",
+    "dit_of_texts",
+    "objective",
+    "documents",
+)
 
 
 def drawn(seed):
@@ -70,6 +81,8 @@ def _draw(rng, kind):
         seed=int(rng.integers(100)),
     )
     lora = LoraConfig(rank=4) if rng.random() < 0.25 else LoraConfig()
+    if kind == "dit_of_texts":
+        return make_text_config(size=one_of((2, 8, 8), (3, 6, 10)), **common), degrees
     if kind == "dit":
         return make_dit_config(size=one_of((2, 8, 8), (3, 6, 10)), **common), degrees
     if kind == "wan":

@@ -18,19 +18,30 @@ _HEADS = {
 _OF_TEXT = replace(projection("width | heads head_dim"), of_text=True)
 
 
-def dit_weights() -> dict[str, Weight]:
-    """All weights of a DiT, by path."""
+def dit_weights(*, text: bool = False) -> dict[str, Weight]:
+    """All weights of a DiT, by path. `text`: its layers attend to a text."""
     stream = {"modulation/kernel": weight("width layer_modulations width", "zeros")} | _HEADS
+    if text:
+        of_text = {"key/kernel": _OF_TEXT, "value/kernel": _OF_TEXT}
+        of_text["out/kernel"] = projection("heads head_dim | width", "zeros")
+        stream |= below("text", _HEADS | of_text)
     stream |= below("mlp", mlp.weights_of("mlp", gated=False))
     return {
         "patches/kernel": weight("values | width"),
         "time_in/kernel": weight("time width"),
         "time_out/kernel": weight("width width"),
         "classes/embedding": weight("classes width", "embedding"),
+        **(below("text", _TEXT_TOKENS) if text else {}),
         **stacked("blocks/image", stream),
         "modulation/kernel": weight("width modulations width", "zeros"),
         "head/kernel": weight("width | values", "zeros"),
     }
+
+
+_TEXT_TOKENS = {
+    "text_in/kernel": weight("text_dim width"),
+    "text_out/kernel": weight("width width"),
+}
 
 
 def wan_weights(*, image: bool, text_norm: bool) -> dict[str, Weight]:

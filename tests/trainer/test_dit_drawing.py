@@ -11,15 +11,15 @@ import pytest
 from PIL import Image
 
 import startrail_jax as st
-from programs import make_dit_config
+from programs import make_dit_config, make_text_config
 from programs import make_program as program_of
 from refusals import refused
 from startrail_jax.errors import InputError
-from trainer.dit.batches import Grid
+from trainer.dit.batches import Grid, texts_of
 from trainer.dit.config import DiffusionConfig
 from trainer.dit.diffusion import sample
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
-from trainer.dit.objective import DRAWING, Denoising
+from trainer.dit.objective import DRAWING, Denoising, ImageRequest
 from trainer.dit.patches import patchify, unpatchify
 
 # The 20 patches do not divide into 8 shares: they are padded.
@@ -60,8 +60,8 @@ def make_weights(program):
 
 
 def draw(drawing, weights, labels=LABELS, seed=SEED):
-    given = np.array(labels, np.int32)
-    without = np.full_like(given, NO_CLASS)
+    given = ImageRequest(np.array(labels, np.int32))
+    without = ImageRequest(np.full_like(given.labels, NO_CLASS))
     return np.stack([*drawing.draw(weights, given=given, without=without, seed=seed)])
 
 
@@ -127,7 +127,7 @@ def test_with_guidance_1_a_step_follows_the_prediction_of_the_model():
     shown = program.objective.shown(
         jnp.asarray(patchify(noise, CONFIG.model.patch)),
         jnp.ones(len(LABELS)),
-        jnp.asarray(LABELS, np.int32),
+        ImageRequest(np.array(LABELS, np.int32)),
         grid=Grid.of(CONFIG.size, CONFIG.model.patch),
     )
     velocity = np.asarray(jax.jit(program.outputs)(make_weights(program), shown))
@@ -148,6 +148,27 @@ def test_guidance_goes_on_from_the_unconditional_prediction():
     assert all(differ(*pair) for pair in zip(drawn[:-1], conditional[:-1], strict=True))
     expected = unconditional + 1.7 * (conditional - unconditional)
     np.testing.assert_allclose(drawn, expected, atol=1e-5 * abs(expected).max())
+
+
+@pytest.mark.slow
+def test_images_of_texts_do_not_depend_on_the_mesh_nor_on_what_fills_them_up():
+    config = make_text_config(dict(patch=(1, 2, 4)), steps=1, size=(5, 4, 8), batch_size=2)
+    words = np.random.default_rng(2).standard_normal((5, config.model.text_dim))
+    each = [words[:2].astype(np.float32), words[:0], words[2:].astype(np.float32)]
+    drawn = []
+    for degrees, length in ((ONE_DEVICE, 3), (STARTRAIL, 7)):
+        program = make_program(degrees, config)
+        given = ImageRequest(np.zeros(3, np.int32), texts_of(each, length))
+        without = given._replace(texts=given.texts._replace(counts=np.zeros(3, np.int32)))
+        drawing, weights = make_drawing(program, guidance=1.7), make_weights(program)
+        drawn.append(np.stack([*drawing.draw(weights, given=given, without=without, seed=0)]))
+        # A row without text is drawn alike with guidance and without.
+        plain = make_drawing(program)
+        plain = np.stack([*plain.draw(weights, given=given, without=None, seed=0)])
+        np.testing.assert_allclose(plain[1], drawn[-1][1], atol=1e-5 * abs(plain).max())
+        assert differ(plain[0], drawn[-1][0])
+        assert differ(plain[2], drawn[-1][2])
+    np.testing.assert_allclose(drawn[1], drawn[0], atol=1e-5 * abs(drawn[0]).max())
 
 
 @pytest.mark.parametrize(

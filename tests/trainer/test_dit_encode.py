@@ -6,8 +6,10 @@ import os
 import sys
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from PIL import ExifTags, Image
 from safetensors.numpy import load_file, save_file
 
@@ -21,13 +23,15 @@ from train import read_command_line
 from trainer.dit import encode
 from trainer.dit.batches import image_batch
 from trainer.dit.config import ImageConfig, ImageOptions
-from trainer.dit.encoded_images import read_images
+from trainer.dit.encoded_images import KEPT, read_images
 from trainer.dit.images import open_images
 from trainer.dit.pictures import find_pictures, open_picture, sizes_of_area
 from trainer.dit.sample import rows_of_grid
+from trainer.dit.texts import TextEncoder
 from trainer.dit.vae import ImageVae, vae_sizes
 from trainer.errors import MissingPackageError
 from trainer.run.exit import exit_on_user_errors
+from trainer.run.settings import save_config
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("shared")]
 
@@ -320,9 +324,11 @@ def test_captions_stand_beside_images(images, vae, kind, capsys):
     assert encoded(images, "--vae", vae, "--size", "8") == 0
     out = images.parent / "out"
     assert [(x.image, x.caption) for x in read_lines(out)] == [tuple(x.values()) for x in rows]
-    # A DiT has no text: the error names the choice.
-    with refused(InputError, "captions, by which a DiT learns nothing", "--model.classes 0"):
+    # They are not encoded: the error names the choice.
+    with refused(InputError, "captions that are not encoded", "--model.classes 0"):
         opened(configured(out))
+    with refused(InputError, "captions that are not encoded", "--text-encoder", text_dim=3):
+        opened(configured(out, *OF_TEXTS.split()))
     data = opened(configured(out, "--model.classes", "0"))
     assert data.train[0].label is None
     # A new caption needs no new latent.
@@ -333,6 +339,293 @@ def test_captions_stand_beside_images(images, vae, kind, capsys):
     assert Vae.loaded == loaded
     assert read_lines(out)[0].caption == "another"
     assert "renewed, since the image or its caption" in capsys.readouterr().err
+
+
+# Captions that a model learns.
+
+WORDS = {"<pad>": 0, "</s>": 1, "<unk>": 2, "a": 3, "picture": 4, "red": 5, "blue": 6}
+OF_TEXTS = "--model.classes 0 --model.text-dim 3 --data.text-tokens 4"
+
+
+def write_encoder(folder, **changes):
+    """Folder of a T5 of 6 channels without weights, with a tokenizer of words."""
+    folder.mkdir(exist_ok=True, parents=True)
+    values = {"model_type": "t5", "d_model": 6, "vocab_size": len(WORDS)} | changes
+    (folder / "config.json").write_text(json.dumps(values))
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder):
+    folder.mkdir(exist_ok=True)
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<unk>"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    ends = {"single": "$A </s>", "special_tokens": [("</s>", 1)]}
+    built.post_processor = tokenizers.processors.TemplateProcessing(**ends)
+    built.save(str(folder / "tokenizer.json"))
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 9} | special
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+def vector(token, channels=6):
+    """What stands for the output of the encoder for a token: a bfloat16 would round it."""
+    return np.float32(token) + np.arange(channels, dtype=np.float32) / 1000
+
+
+@pytest.fixture
+def encoder(tmp_path, monkeypatch):
+    """Folder of a text encoder, whose model makes a fixed vector of each token."""
+
+    def load(self):
+        self._model, self._device = "loaded", "cpu"
+
+    def encode(self, rows):
+        return [np.array([vector(token) for token in row]) for row in rows]
+
+    monkeypatch.setattr(TextEncoder, "_load", load)
+    monkeypatch.setattr(TextEncoder, "_encoded", encode)
+    return write_encoder(tmp_path / "encoder")
+
+
+def write_captions(images):
+    """A caption of as many words as the number of the image modulo 3, and one more."""
+    names = sorted(x.relative_to(images).as_posix() for x in images.rglob("*.png"))
+    rows = [{"file_name": x, "text": caption_of(x)} for x in names]
+    return write_metadata(images, rows=rows)
+
+
+def caption_of(name):
+    return " ".join(["a", "red", "picture"][: 1 + int(name.split("/")[1][:-4]) % 3])
+
+
+def in_halves(tokens, channels=6):
+    wanted = np.array([vector(token, channels) for token in tokens])
+    return wanted.astype(ml_dtypes.bfloat16)
+
+
+def test_captions_become_texts_beside_latents(images, vae, encoder):
+    write_captions(images)
+    flags = ["--vae", vae, "--size", "16", "--max-ratio", "2", "--text-encoder", encoder]
+    assert encoded(images, *flags) == 0
+    config = configured(images.parent / "out")
+    assert (config.model.classes, config.model.text_dim, config.data.text_tokens) == (0, 6, 4)
+    data = opened(config)
+    files = sorted(f"{CLASSES[n % 4]}/{n}.png" for n in range(12))
+    for file, (example, _) in zip(files, examples(data), strict=True):
+        tokens = [WORDS[word] for word in caption_of(file).split()]
+        np.testing.assert_array_equal(example.text, in_halves([*tokens, 1]))
+        assert (example.caption, example.label) == (caption_of(file), None)
+        number = int(file.partition("/")[2][:-4])
+        assert (example.latent == np.float32(number / 8)).all()
+    some = [example for example, group in examples(data) if group == 1]
+    batch = data.collate(some, list(range(len(some))))
+    texts = batch.rows.arrays
+    assert texts.tokens.shape == (4, 4, 6)
+    assert texts.counts.tolist() == [len(example.text) for example in some]
+    assert not texts.tokens[0, texts.counts[0] :].any()
+    # Without them, and without the digest of their encoder.
+    without = "--model.text-dim None --model.classes 0"
+    plain = opened(configured(images.parent / "out", *without.split()))
+    assert plain.train[0].text is None
+    assert plain.digest != data.digest
+
+
+def test_a_changed_caption_is_encoded_again(images, vae, encoder, capsys):
+    rows = write_captions(images)
+    flags = ["--vae", vae, "--size", "8", "--text-encoder", encoder]
+    assert encoded(images, *flags) == 0
+    before = opened_digest(images)
+    rows[0]["text"] = "blue"
+    write_metadata(images, rows=rows)
+    capsys.readouterr()
+    assert encoded(images, *flags) == 0
+    shown = capsys.readouterr().err
+    assert f"renewed, since the image or its caption has changed: {rows[0]['file_name']!r}" in shown
+    assert "11 images are as they were" in shown
+    data = opened(configured(images.parent / "out"))
+    assert data.digest != before
+    texts = {
+        part.numbers[i]: part[i] for part in (data.train, data.held_out) for i in range(len(part))
+    }
+    np.testing.assert_array_equal(texts[0].text, in_halves([WORDS["blue"], 1]))
+    latent = texts[0].latent
+    assert (latent == np.float32(int(rows[0]["file_name"].split("/")[1][:-4]) / 8)).all()
+    assert encoded(images, *flags) == 0
+    assert "12 images are as they were" in capsys.readouterr().err
+
+
+def test_captions_that_are_too_long_are_left_out_by_name(images, encoder, capsys):
+    rows = write_captions(images)
+    rows[2]["text"] = "a picture a picture"
+    write_metadata(images, rows=rows)
+    flags = ["--pixels", "--size", "8", "--text-encoder", encoder, "--text-tokens", "4"]
+    assert encoded(images, *flags) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"{rows[2]['file_name']}: A caption must have at most 4 tokens" in shown
+    assert "with 5. Shorten it, or use --text-tokens 5." in shown
+    assert len(read_lines(images.parent / "out")) == 11
+    # What the encoder takes at most is said too.
+    with refused(InputError, "with 10. Shorten it: the encoder takes 9."):
+        TextEncoder(encoder).encode(["a " * 9])
+    assert "at most the 9 of the text encoder" in encoded(images, *flags[:-1], "10", out="other")
+
+
+def test_an_empty_text_is_none(encoder):
+    texts = TextEncoder(encoder).encode(["", "red", "a blue"])
+    assert [x.shape for x in texts] == [(0, 6), (2, 6), (3, 6)]
+    np.testing.assert_array_equal(texts[2], [vector(3), vector(6), vector(1)])
+
+
+def test_the_text_encoder_of_a_pipeline_is_in_its_subfolder(tmp_path, encoder):
+    encoder.rename(tmp_path / "text_encoder")
+    write_tokenizer(tmp_path / "tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "text_encoder" / name).unlink()
+    assert TextEncoder(tmp_path).sizes == (6, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "got none in"),
+        (lambda folder: write_vae(folder), "got one without model_type"),
+        (lambda folder: write_encoder(folder, model_type="vit"), "got one of vit in"),
+        (lambda folder: write_encoder(folder, model_type="none"), "its tokenizer; got"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "its tokenizer; got"),
+    ],
+)
+def test_folders_that_are_no_text_encoders_are_refused(images, encoder, change, words):
+    write_captions(images)
+    change(encoder)
+    flags = ["--pixels", "--size", "8", "--text-encoder", encoder]
+    assert words in " ".join(encoded(images, *flags).split())
+    assert not (images.parent / "out").exists()
+
+
+def test_text_encoders_are_for_captions(images, encoder):
+    flags = ["--pixels", "--size", "8"]
+    message = encoded(images, *flags, "--text-encoder", encoder)
+    assert "--text-encoder is for images with captions" in message
+    assert "--text-tokens belongs to --text-encoder" in encoded(images, *flags, "--text-tokens", 3)
+    write_captions(images)
+    assert encoded(images, *flags) == 0
+    message = encoded(images, *flags, "--text-encoder", encoder)
+    assert "with text_dim=None and 6 now" in message
+    assert encoded(images, *flags, "--text-encoder", encoder, out="other") == 0
+    write_tokenizer(encoder)
+    (encoder / "config.json").write_text((encoder / "config.json").read_text() + " ")
+    message = encoded(images, *flags, "--text-encoder", encoder, out="other")
+    assert "with text_model=" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model.text-dim 5", "got text_dim=6"),
+        ("--data.text-tokens 2", "at least the 4 tokens of the longest caption"),
+        ("--model.text-dim None --model.classes 3", "captions in their place"),
+    ],
+)
+def test_settings_of_texts_are_compared_with_the_folder(images, encoder, flags, words):
+    write_captions(images)
+    assert encoded(images, "--pixels", "--size", "8", "--text-encoder", encoder) == 0
+    with refused(InputError, words):
+        opened(configured(images.parent / "out", *flags.split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model.text-dim 5", "A DiT learns classes or texts"),
+        ("--model.text-dim 5 --model.classes 0", "text_dim=5, text_tokens=None"),
+        ("--data.text-tokens 5", "text_dim=None, text_tokens=5"),
+        ("--model.text-dim 0 --model.classes 0", "model.text_dim must be at least 1"),
+    ],
+)
+def test_settings_of_texts_belong_together(capsys, flags, words):
+    arguments = ["dit_1b", *TINY.split(), *flags.split()]
+    assert words in usage_error(capsys, read_command_line, arguments)
+
+
+@pytest.mark.parametrize("damage", ["gone", "infinite", "other"])
+def test_damaged_texts_are_named_when_they_are_read(images, encoder, damage):
+    write_captions(images)
+    assert encoded(images, "--pixels", "--size", "8", "--text-encoder", encoder) == 0
+    data = opened(configured(images.parent / "out"))
+    (path,) = (images.parent / "out" / "images").iterdir()
+    tensors = load_file(path)
+    texts = tensors.pop("texts")
+    if damage != "gone":
+        changed = texts[:, :2] if damage == "other" else texts + np.float32(np.inf)
+        tensors["texts"] = np.ascontiguousarray(changed)
+    save_file(tensors, path)
+    words = {"infinite": "finite texts", "other": "what its lines"}.get(damage, "be a whole")
+    with refused(InputError, words, path.name, "encode the images again"):
+        data.train[2]
+
+
+def test_weights_of_an_encoder_need_pytorch(encoder, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with refused(MissingPackageError, "pip install -e '.[video]'"):
+        TextEncoder(encoder).encode(["a"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pixels", "latents"])
+def test_every_command_from_captions_to_a_sample(images, vae, encoder, kind, capsys):
+    write_captions(images)
+    flags = ("--pixels",) if kind == "pixels" else ("--vae", vae)
+    flags = [*flags, "--size", "16", "--text-encoder", encoder]
+    assert encoded(images, *flags) == 0
+    run_dir = images.parent / "run"
+    flags = ["--steps", "3", "--run-dir", str(run_dir), "--sample.every", "3"]
+    losses = train.train(configured(images.parent / "out", *flags, "--sample.images", "2"))
+    assert np.isfinite(losses.train).all()
+    suffix = "png" if kind == "pixels" else "npz"
+    (during,) = (run_dir / "samples").iterdir()
+    assert during.name == f"step-3.{suffix}"
+    capsys.readouterr()
+    # By default, those of what is held out, as during training.
+    draw = [str(run_dir), "--samples", "2"]
+    sample.sample(draw)
+    assert "row: 'a" in capsys.readouterr().err
+    if kind == "latents":
+        with np.load(run_dir / "samples.npz") as file, np.load(during) as former:
+            np.testing.assert_allclose(file["latents"], former["latents"], atol=1e-4)
+            assert file["captions"].tolist() == former["captions"].tolist()
+    draw = [*draw, "--steps", "2", "--text-encoder", str(encoder), "--prompt", "a blue picture", ""]
+    decode = [] if kind == "pixels" else ["--decode", str(vae)]
+    sample.sample([*draw, *decode, "--out", str(images.parent / "drawn.png")])
+    shown = capsys.readouterr().err
+    assert "row: 'a blue picture'" in shown
+    assert "row: no text" in shown
+    assert "warning" not in shown
+    drawn = np.asarray(Image.open(images.parent / "drawn.png"))
+    assert drawn.shape[0] == drawn.shape[1]
+    # Another encoder.
+    (encoder / "config.json").write_text((encoder / "config.json").read_text() + " ")
+    sample.sample([*draw, *decode, "--out", str(images.parent / "again.png")])
+    assert "has other files than the text encoder" in capsys.readouterr().err
+    write_encoder(encoder, d_model=8)
+    assert "of 6 channels; got 8" in message_of_sample(*draw)
+    assert "of the 0 classes" in message_of_sample(str(run_dir), "--classes", "1")
+    (run_dir / KEPT).unlink()
+    (images.parent / "out" / "encoded.json").unlink()
+    assert "data.path must be" in message_of_sample(str(run_dir))
+
+
+def test_prompts_are_for_models_of_texts(tmp_path, capsys):
+    read = partial(usage_error, capsys, lambda x: sample.read_command_line(x))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    save_config(configured_as(ImageConfig()), run_dir / "config.json")
+    assert "without --text-encoder" in read([run_dir, "--prompt", "a kite"])
+    assert "alone. Add --prompt" in read([run_dir, "--text-encoder", run_dir])
+    assert "Leave one out" in read([run_dir, "--prompt", "", "--classes", "1"])
+    message = message_of_sample(run_dir, "--prompt", "", "--devices", "1")
+    assert "--prompt is for a model that has learnt captions" in message
 
 
 def test_the_column_of_captions_is_text_or_caption_or_named(images):

@@ -17,14 +17,16 @@ from trainer.errors import MissingPackageError
 pytestmark = pytest.mark.quick
 
 HEIGHT, WIDTH = 5, 7
+OF_TEXTS = {"text_dim": 3, "text_tokens": 5}
 LATENTS = {"size": (2, 3, 5), "channels": 4}
 RNG = np.random.default_rng(0)
 
 
-def make_config(path=None, *, size=(1, HEIGHT, WIDTH), classes=0, channels=3, **options):
-    model = DiTConfig(
-        channels=channels, classes=classes, patch=(1, 1, 1), width=8, layers=1, heads=1, mlp_width=8
-    )
+def make_config(
+    path=None, *, size=(1, HEIGHT, WIDTH), classes=0, channels=3, text_dim=None, **options
+):
+    sizes = dict(patch=(1, 1, 1), width=8, layers=1, heads=1, mlp_width=8)
+    model = DiTConfig(channels=channels, classes=classes, text_dim=text_dim, **sizes)
     data = ImageConfig(path=path, **{"validation_fraction": 0.25} | options)
     return replace(dit_digits(), model=model, data=data, size=size)
 
@@ -99,6 +101,20 @@ def test_npz_holds_latents_with_labels(tmp_path):
     np.testing.assert_array_equal([x.latent for x in found], latents[:, :1].astype(np.float32))
 
 
+def test_npz_holds_latents_with_texts(tmp_path):
+    texts = RNG.standard_normal((6, 5, 3)).astype(np.float16)
+    path = write_npz(tmp_path / "x.npz", texts=texts)
+    found = examples(open_images(path, **LATENTS, **OF_TEXTS))
+    np.testing.assert_array_equal([x.text for x in found], texts.astype(np.float32))
+    counts = np.array([5, 0, 1, 2, 3, 4])
+    before = open_images(path, **LATENTS, **OF_TEXTS).digest
+    write_npz(path, texts=texts, text_tokens=counts)
+    opened = open_images(path, **LATENTS, **OF_TEXTS)
+    assert [len(x.text) for x in examples(opened)] == counts.tolist()
+    assert opened.digest != before
+    assert examples(open_images(path, **LATENTS))[0].text is None
+
+
 # What is wrong.
 
 
@@ -112,6 +128,11 @@ def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch)
 def test_digits_are_of_one_size(wanted):
     with refused(InputError, "digits", " need size=", **wanted):
         open_digits(**wanted)
+
+
+def test_digits_have_no_texts():
+    with refused(InputError, "needs data.path", text_dim=3):
+        open_digits(classes=0, **OF_TEXTS)
 
 
 def test_data_that_are_missing_or_a_folder_are_refused(tmp_path):
@@ -156,6 +177,19 @@ INFINITE[3, 1, 2, 4, 3] = 1e60
                 (np.zeros(6), "be 6"),
                 (np.array([0, 1, 3, 0, 0, 0]), "--model.classes"),
                 (np.array([0, -1, 1, 0, 0, 0]), "example 1"),
+            )
+        ],
+        ({}, OF_TEXTS, "no --model.text-dim for no texts"),
+        *[
+            ({"texts": np.zeros((6, 5, 3))} | arrays, OF_TEXTS, named)
+            for arrays, named in (
+                ({"texts": np.zeros((6, 5, 4))}, "shape [6, tokens, model.text_dim=3];"),
+                ({"texts": np.zeros((5, 5, 3))}, "shape (5, 5, 3)"),
+                ({"texts": np.zeros((6, 5, 3), int)}, "`texts` must be floating"),
+                ({"texts": np.full((6, 5, 3), np.nan)}, "`texts` must be finite"),
+                ({"texts": np.zeros((6, 6, 3))}, "got 6 for example 0"),
+                ({"text_tokens": np.zeros(6)}, "must be 6 integers"),
+                ({"text_tokens": np.array([0, 1, 6, 0, 0, 0])}, "got 6 for example 2"),
             )
         ],
     ],

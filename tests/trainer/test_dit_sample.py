@@ -133,8 +133,8 @@ def test_wishes_that_cannot_be_served(run_dir, flags, message):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"diffusion": DiffusionConfig(dropout=0.0)}, "classes=3, dropout=0.0"),
-        ({"model": replace(MODEL, classes=0)}, "classes=0, dropout=0.1"),
+        ({"diffusion": DiffusionConfig(dropout=0.0)}, "classes=3, text_dim=None, dropout=0.0"),
+        ({"model": replace(MODEL, classes=0)}, "classes=0, text_dim=None, dropout=0.1"),
     ],
 )
 def test_guidance_needs_something_to_go_away_from(tmp_path, changes, words):

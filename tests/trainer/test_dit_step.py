@@ -1,4 +1,4 @@
-"""Training steps of a DiT: the same losses on every mesh, with and without text."""
+"""Training steps of a DiT: the same losses on every mesh, with classes and with texts."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import startrail_jax as st
-from programs import make_dit_config, train_steps
+from programs import make_dit_config, make_text_config, train_steps
 from programs import make_program as program_of
 from trainer.data.batches import place
 from trainer.data.order import NO_EXAMPLE
@@ -20,6 +20,8 @@ from trainer.dit.images import Example
 
 STEPS = 30
 CONFIG = make_dit_config(steps=STEPS, ema_decay=0.9)
+OF_TEXTS = make_text_config(steps=STEPS, ema_decay=0.9)
+WORDS = np.random.default_rng(7).standard_normal((3, OF_TEXTS.model.text_dim))
 # An image that does not divide into 8 shares is padded.
 PADDED = make_dit_config(dict(patch=(1, 2, 4)), size=(3, 6, 8), steps=STEPS, ema_decay=0.9)
 
@@ -30,14 +32,18 @@ def make_program(degrees, config=CONFIG, **changes):
 
 
 def batch(program, step):
-    """Images with a brightness that depends on their class."""
+    """Images with a brightness that depends on their class or text."""
     config = program.config
     rng = np.random.default_rng(step)
     numbers = [step * config.batch_size + row for row in range(config.batch_size)]
     examples = []
-    for label in rng.integers(config.model.classes, size=config.batch_size):
-        latent = rng.normal(label - 1, 0.1, (*config.size, config.model.channels))
-        examples.append(Example(latent.astype(np.float32), np.int32(label)))
+    for number in rng.integers(len(WORDS), size=config.batch_size):
+        latent = rng.normal(number - 1, 0.1, (*config.size, config.model.channels))
+        label, text = np.int32(number), None
+        if config.model.text_dim is not None:
+            # The first word decides; texts have 1 to 3 of them.
+            label, text = None, WORDS[[number, *[0] * rng.integers(3)]].astype(np.float32)
+        examples.append(Example(latent.astype(np.float32), label, text))
     made = image_batch(examples, numbers, config=config, layout=program.attention.layout)
     return place(made, program.batch_sharding)
 
@@ -72,6 +78,15 @@ SETTINGS = {
     "tensor, zero 2, tiled, accumulation": (
         *(CONFIG, st.Degrees(tensor=2, team=2)),
         {"zero": 2, "tile": 8, "gradient_accumulation": 2},
+    ),
+    "texts, StarTrail x Ulysses": (OF_TEXTS, st.Degrees.startrail(8, c=2, head=2), {}),
+    "texts, tensor, tiled, products saved, accumulation": (
+        *(OF_TEXTS, st.Degrees(tensor=2, team=2)),
+        {"zero": 2, "tile": 8, "gradient_accumulation": 2, "remat": "products_saved"},
+    ),
+    "texts, data, zero 3, attention saved": (
+        *(OF_TEXTS, st.Degrees(data=2, ring=2)),
+        {"zero": 3, "remat": "attention_saved"},
     ),
     "zero 3, products saved": (CONFIG, st.Degrees(ring=2), {"zero": 3, "remat": "products_saved"}),
 }
@@ -203,6 +218,20 @@ def test_labels_are_dropped_in_training_alone():
         noisy = shown(step, training=True, config=PADDED, diffusion=often)
         dropped.append(noisy.labels == classes)
     assert np.mean(dropped) == pytest.approx(0.8, abs=0.2)
+
+
+def test_texts_are_dropped_in_training_alone():
+    never, often = DiffusionConfig(dropout=0.0), DiffusionConfig(dropout=0.8)
+    kept = shown(training=True, config=OF_TEXTS, diffusion=never).rows.arrays
+    assert min(kept.counts) >= 1
+    measured = shown(training=False, config=OF_TEXTS, diffusion=often).rows.arrays
+    chex.assert_trees_all_equal(measured, kept)
+    counts = []
+    for step in range(10):
+        noisy = shown(step, training=True, config=OF_TEXTS, diffusion=often)
+        counts.append(noisy.rows.arrays.counts)
+        assert not np.asarray(noisy.labels).any()
+    assert np.mean(np.array(counts) == 0) == pytest.approx(0.8, abs=0.2)
 
 
 @pytest.mark.parametrize("target", ["flow", "v", "eps"])

@@ -18,6 +18,7 @@ from programs import (
     make_config,
     make_dit_config,
     make_program,
+    make_text_config,
     make_wan_config,
     saved_by_layers,
 )
@@ -82,8 +83,9 @@ def test_state_and_batch_are_exact(name):
 @pytest.mark.parametrize(
     ("zero", "degrees"), [(0, STARTRAIL), (3, STARTRAIL), (3, st.Degrees(tensor=2, team=4))]
 )
-def test_state_and_batch_of_a_dit_are_exact(zero, degrees):
-    config = make_dit_config(dict(layers=3), size=(3, 6, 10), ema_decay=0.9, zero=zero)
+@pytest.mark.parametrize("make", [make_dit_config, make_text_config])
+def test_state_and_batch_of_a_dit_are_exact(make, zero, degrees):
+    config = make(dict(layers=3), size=(3, 6, 10), ema_decay=0.9, zero=zero)
     program = make_program(config, degrees)
     formula = footprint(config, degrees)
     assert bytes_of_device(program.state_shapes) == formula.state_bytes
@@ -173,7 +175,7 @@ def test_saved_by_remat():
     assert saved("attention_saved", offload=True).host_bytes == 2 * unit + lse
 
 
-@pytest.mark.parametrize("kind", ["gpt", "dit", "wan"])
+@pytest.mark.parametrize("kind", ["gpt", "dit", "dit of texts", "wan"])
 @pytest.mark.parametrize(
     ("zero", "degrees", "chunks"),
     [(0, st.Degrees(), 1), (3, st.Degrees(data=2, tensor=2), 1), (3, st.Degrees(head=2), 2)],
@@ -189,6 +191,9 @@ def test_what_a_layer_saves(remat, kind, zero, degrees, chunks):
         size = (4 * degrees.sequence, 32, 64)
         if kind == "dit":
             config = make_dit_config(sizes | dict(channels=16, classes=0), size=size, **common)
+        elif kind == "dit of texts":
+            sizes |= dict(channels=16, text_dim=8)
+            config = make_text_config(sizes, text_tokens=96, size=size, **common)
         elif kind == "wan":
             sizes |= dict(channels=16, text_dim=8, text_tokens=96)
             config = make_wan_config(sizes, size=size, **common)

@@ -10,7 +10,14 @@ from benchmarks.compiled import run as benchmark
 from benchmarks.compiled.deviceless import gpu_topology
 from benchmarks.compiled.roofline import ENTRY, read_roofline
 from gpu_compiler import needs_gpu_compiler
-from programs import compile_gradients, compile_step, make_config, make_program, weight_shapes
+from programs import (
+    compile_gradients,
+    compile_step,
+    make_config,
+    make_program,
+    make_text_config,
+    weight_shapes,
+)
 from startrail_jax.analysis import hlo
 from trainer.gpt.config import DataConfig
 from trainer.planner.hardware import GPUS
@@ -218,3 +225,31 @@ def test_layers_of_a_period_take_memory_one_after_another(words, capsys):
     row = capsys.readouterr().out.splitlines()[3]
     *_, peak, formula = map(float, row.split()[1:])
     assert 0.9 < peak / formula < 1.1
+
+
+@pytest.mark.parametrize("remat", ["products_saved", "attention_saved"])
+def test_a_dit_of_texts_takes_the_memory_of_its_plan(remat, capsys):
+    words = "dit_1b --model.classes 0 --model.text-dim 4096 --data.text-tokens 120 --mesh.c 2"
+    words = f"{words} --size 8 256 256 --remat {remat} --target h100 --devices 8 --memory"
+    benchmark.main(words.split())
+    row = capsys.readouterr().out.splitlines()[3]
+    *_, peak, formula = map(float, row.split()[1:])
+    assert 0.9 < peak / formula < 1.1
+
+
+def test_attention_to_texts_is_one_kernel_whose_keys_are_as_many_as_the_tokens_of_each_text():
+    sizes = dict(channels=16, width=1024, heads=8, mlp_width=1024, text_dim=64, dtype="bfloat16")
+    changes = dict(text_tokens=120, size=(1, 64, 128), zero=3, remat="attention_saved")
+    config = make_text_config(sizes, batch_size=2, **changes)
+    program = make_program(config, st.Degrees(ring=2), gpu_topology("h100", 8).devices[:2])
+    found = [
+        x.attributes
+        for computation in hlo.parse_module(
+            compile_gradients(program).as_text()
+        ).computations.values()
+        for x in computation
+        if f'custom_call_target="{ATTENTION}"' in x.attributes
+    ]
+    # 2 rows of 1024 queries, keys in tiles of 128, and the numbers of queries and keys.
+    wanted = "bf16[2,1024,8,128]{3,2,1,0}, bf16[2,128,8,128]{3,2,1,0}, bf16[2,128,8,128]{3,2,1,0}"
+    assert sum(f"{wanted}, s32[2]{{0}}, s32[2]{{0}}" in x for x in found) == 1

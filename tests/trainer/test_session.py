@@ -17,7 +17,7 @@ PATHS_OF_DATA = ("path", "tokenizer", "chat_template", "validation_path", "cache
         (gpt_tiny(), {"init_from", "run_dir", "export.dir", *(f"data.{x}" for x in PATHS_OF_DATA)}),
         (dit_digits(), {"data.path", "run_dir"}),
         (TextOptions(), {"prompt_file", "tokenizer"}),
-        (ImageOptions(), {"decode", "out"}),
+        (ImageOptions(), {"decode", "text_encoder", "out"}),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -1,17 +1,20 @@
-"""Batches of images as tokens, in layout order: patches and classes."""
+"""Batches of images as tokens, in layout order: patches, and classes or texts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
+from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
+from trainer.data.batches import OfRows
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.images import Example
 from trainer.dit.patches import Size, grid_of, patchify
@@ -65,6 +68,15 @@ def tokens_of(grid: Grid, rows: int, length: int) -> GridTokens:
     )
 
 
+class RowTexts(NamedTuple):
+    """The texts of rows, on the host or on devices."""
+
+    tokens: Float[np.ndarray | Array, "B S D"]
+    """Embedded tokens in bfloat16, filled up with zeros."""
+    counts: Int32[np.ndarray | Array, " B"]
+    """Number of tokens of each text; 0 for no text."""
+
+
 class ImageBatch(NamedTuple):
     """Images of one size as tokens, in layout order; on the host or on devices."""
 
@@ -72,6 +84,8 @@ class ImageBatch(NamedTuple):
     """Pixels, or latents, of each patch; 0 in tokens after the last patch."""
     labels: Int32[np.ndarray | Array, " B"]
     """Class of each image; the number of classes stands for no class."""
+    rows: OfRows | None
+    """`RowTexts`; None for a model without texts."""
     numbers: Int32[np.ndarray | Array, " B"]
     """Number of each example in the run, on which its noise depends."""
     grid: Grid
@@ -88,9 +102,28 @@ def image_batch(
     missing = layout.padded_length(grid.num_tokens) - grid.num_tokens
     patches = np.pad(patchify(latents, config.model.patch), ((0, 0), (0, missing), (0, 0)))
     labels = [config.model.classes if x.label is None else x.label for x in examples]
+    rows = None
+    if config.data.text_tokens is not None:
+        rows = OfRows(texts_of([example.text for example in examples], config.data.text_tokens))
     return ImageBatch(
         patches=layout.permute(patches),
         labels=np.array(labels, np.int32),
+        rows=rows,
         numbers=(np.array(numbers) % 2**31).astype(np.int32),
         grid=grid,
     )
+
+
+def texts_of(texts: Sequence[Float[np.ndarray, "_ D"] | None], length: int) -> RowTexts:
+    """Texts, all of which are there, filled up to `length` tokens."""
+    tokens = []
+    for text in texts:
+        assert text is not None, "the data have been compared with the model"
+        if len(text) > length:
+            raise InputError(
+                f"Texts must have at most data.text_tokens={length} tokens; got {len(text)}. Use "
+                f"--data.text-tokens {len(text)}."
+            )
+        tokens.append(np.pad(text.astype(jnp.bfloat16), ((0, length - len(text)), (0, 0))))
+    counts = [0 if text is None else len(text) for text in texts]
+    return RowTexts(np.stack(tokens), np.array(counts, np.int32))

@@ -104,10 +104,20 @@ class DiTConfig(DenoiserConfig):
 
     classes: int
     """Number of classes that the model can draw; 0 for a model without classes."""
+    text_dim: int | None = None
+    """Number of channels of an embedded token of text, for a model that draws what a caption says.
+    The default is a model without texts; a folder of images with encoded captions decides."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum("model.classes", self.classes, 0)
+        check_minimum("model.text_dim", self.text_dim, 1)
+        if self.classes and self.text_dim is not None:
+            raise InputError(
+                "A DiT learns classes or texts; got model.classes="
+                f"{self.classes}, model.text_dim={self.text_dim}. Use --model.classes 0, or leave "
+                "--model.text-dim out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +132,8 @@ class DiffusionConfig:
     """Distribution of the times at which the model is trained; "logit_normal" prefers the middle
     (https://arxiv.org/abs/2403.03206)."""
     dropout: float = 0.1
-    """Fraction of the examples that are shown without their class, so that samples can be drawn
-    with guidance."""
+    """Fraction of the examples that are shown without their class or text, so that samples can be
+    drawn with guidance."""
 
     def __post_init__(self) -> None:
         way_out = "Use 0.1, or 0 for a model that is drawn without guidance."
@@ -149,10 +159,14 @@ class ImageConfig:
     largest. A batch holds images of one size. The default, with a folder, is the sizes in it."""
     pixels: bool = False
     """Whether the folder holds pixels in place of latents. The folder decides about the default."""
+    text_tokens: int | None = None
+    """Number of tokens to which texts are filled up, for a model with `text_dim`: at least those of
+    the longest. What fills them up is not seen. The folder decides about the default."""
 
     def __post_init__(self) -> None:
         check_on_disk("data.path", self.path)
         check_data_sizes(self.sizes, self.path, "images")
+        check_minimum("data.text_tokens", self.text_tokens, 1)
         fraction, way_out = self.validation_fraction, "Leave it out for 1."
         check_range("data.validation_fraction", fraction, "above 0 and below 1", "Use 0.1.")
         check_range("data.latent_scale", self.latent_scale, "above 0 and finite", way_out)
@@ -256,7 +270,8 @@ class ImageSampleConfig(SampleConfig):
     there are any."""
 
     images: int = 4
-    """Number of images of each class, of the first ten."""
+    """Number of images of each class, of the first ten; or of each of ten captions that are held
+    out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,6 +298,15 @@ class DiTTrainConfig(DenoiserTrainConfig):
     sample: ImageSampleConfig = field(default_factory=ImageSampleConfig)
     """Images that are drawn during training, in the folder `samples` of the run."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model.text_dim is None) != (self.data.text_tokens is None):
+            raise InputError(
+                "model.text_dim and data.text_tokens belong together; got "
+                f"text_dim={self.model.text_dim}, text_tokens={self.data.text_tokens}. A folder "
+                "that is encoded with --text-encoder gives both: leave them out, or set both."
+            )
+
     @property
     def steps_between_samples(self) -> int | None:
         return self.sample.every
@@ -295,6 +319,12 @@ class ImageOptions(SampleOptions):
     classes: tuple[int | str, ...] | None = None
     """Classes to draw, one row of the grid for each: numbers, or names of the folders of images.
     The default is the first ten."""
+    prompt: tuple[str, ...] | None = None
+    """Captions to draw, one row of the grid for each, by a model of texts; '' is no text. The
+    default is the captions of ten images that are held out."""
+    text_encoder: Path | None = None
+    """Folder of the model with which the captions were encoded, for `prompt`. Needs the extra
+    video."""
     size: str | None = None
     """Size to draw, as FRAMESxHEIGHTxWIDTH, of those that the run trains on. The default is the
     largest."""
@@ -302,7 +332,7 @@ class ImageOptions(SampleOptions):
     """Folder of the AutoencoderKL with which the images were encoded: it makes a PNG file of
     latents. Needs the extra video."""
     decode_device: str = "cpu"
-    """Device of PyTorch for that. "cuda" needs memory that jax has left:
+    """Device of PyTorch for `decode` and `text_encoder`. "cuda" needs memory that jax has left:
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.6."""
     samples: int = 8
     """Number of images in a row."""
@@ -313,7 +343,8 @@ class ImageOptions(SampleOptions):
     """Number of steps of the sampler; "heun" evaluates the model twice in each."""
     guidance: float | None = None
     """Strength of classifier-free guidance. 1 draws what the model has learnt; more makes images
-    more typical of their class. The default is 1.5, or 1 for a model without guidance."""
+    more typical of their class or caption. The default is 1.5, or 1 for a model without
+    guidance."""
     batch_size: int = 64
     """Number of images that are drawn at a time; fewer need less memory."""
     seed: int = 0
@@ -327,5 +358,20 @@ class ImageOptions(SampleOptions):
 
     def __post_init__(self) -> None:
         check_on_disk("decode", self.decode)
+        check_on_disk("text_encoder", self.text_encoder)
         for name in ("samples", "steps", "batch_size", "scale"):
             check_minimum(name, getattr(self, name), 1)
+        if any(self.prompt or ()) and self.text_encoder is None:
+            raise InputError(
+                f"--prompt is encoded by the model of a folder; got {self.prompt} without "
+                "--text-encoder. Add --text-encoder FOLDER, that of the captions of the run."
+            )
+        if self.text_encoder is not None and not self.prompt:
+            raise InputError(
+                f"--text-encoder encodes --prompt; got {str(self.text_encoder)!r} alone. Add "
+                "--prompt 'a kite', or leave it out."
+            )
+        if self.prompt is not None and self.classes is not None:
+            raise InputError(
+                "A model draws classes or captions; got --classes and --prompt. Leave one out."
+            )

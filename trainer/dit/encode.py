@@ -1,6 +1,8 @@
-"""Encodes images with classes for training a DiT, or videos with captions for training a Wan.
+"""Encodes images with classes or captions for training a DiT, or videos with captions for training
+a Wan.
 
     python -m trainer.dit.encode IMAGES OUT --vae FOLDER                    # 256x256 pixels
+    python -m trainer.dit.encode IMAGES OUT --vae FOLDER --text-encoder FOLDER  # and captions
     python -m trainer.dit.encode IMAGES OUT --vae FOLDER --size 512 --max-ratio 2
     python -m trainer.dit.encode IMAGES OUT --pixels --size 64              # without a VAE
     python -m trainer.dit.encode VIDEOS OUT --model Wan2.1-T2V-1.3B-Diffusers

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.dit.encoded_images import ImageLine
     from trainer.dit.pictures import Picture, Pictures
 
-SIZE = 256
+SIZE, TEXT_TOKENS = 256, 256
 PATCH = 2
 """Rows and columns of positions in a token."""
 MOST_ROWS, MOST_PIXELS = 256, 2**24
@@ -58,6 +58,9 @@ class ImageFlags:
     max_ratio: float = 1.0
     """With 2, there are sizes of all proportions from 1:2 to 2:1, with at most the area of the
     square, and an image is brought to the nearest. The default is squares alone."""
+    text_encoder: Path | None = None
+    """Folder of a text encoder of transformers with its tokenizer, such as a T5 or a CLIP, for
+    captions that a DiT learns. Needs the extra video."""
     text_column: str | None = None
     """Column of captions in metadata.jsonl or metadata.csv. The default is `text` or `caption`, or
     the only one beside `file_name`."""
@@ -97,6 +100,9 @@ def encode_images(options: Encoding, flags: ImageFlags) -> list[str]:
     about, sizes = _settings(options, flags)
     found = find_pictures(folder, flags.text_column)
     about |= {"classes": found.classes and list(found.classes), "captions": found.has_captions}
+    encoder = _text_encoder(options, flags, found)
+    if encoder is not None:
+        about |= {"text_dim": encoder.sizes.text_dim, "text_model": encoder.digest}
     check_kind(out, IMAGES, (IMAGES, "images-*-of-*.jsonl", f"{ENCODED}*"))
     if out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -121,7 +127,7 @@ def encode_images(options: Encoding, flags: ImageFlags) -> list[str]:
         storing(out, "OUT"),
         (out / f"images-{index}-of-{count}.jsonl").open("a", encoding="utf-8") as lines,
     ):
-        writer = _ImageWriter(options, flags, about, entries, lines)
+        writer = _ImageWriter(options, flags, about, entries, lines, encoder)
         writer.note(writer.without(image) for image in gone)
         for picture in tracked(mine, "encoding"):
             line = former.get(picture.file)
@@ -129,20 +135,26 @@ def encode_images(options: Encoding, flags: ImageFlags) -> list[str]:
                 with reading(folder / picture.file):
                     content = (folder / picture.file).read_bytes()
                 sha256 = hashlib.sha256(content).hexdigest()
-                if line is not None and line.sha256 == sha256 and line.file in there:
+                is_same = line is not None and line.caption == picture.caption
+                is_kept = line is not None and line.sha256 == sha256 and line.file in there
+                if line is not None and is_kept and (is_same or encoder is None):
                     kept += 1
-                    if line.caption != picture.caption:
+                    if not is_same:
                         renewed.append(picture.file)
                         version = line.version + 1
                         writer.note([line._replace(version=version, caption=picture.caption)])
                     continue
                 image = open_picture(io.BytesIO(content), str(folder / picture.file))
+                if encoder is not None:
+                    encoder.check(picture)
             except InputError as error:
                 errors.append(str(error))
                 say(f"left out: {error}")
                 writer.note([writer.without(picture.file)] if line is not None else [])
                 continue
-            renewed += [picture.file] * (line is not None and line.sha256 != sha256)
+            renewed += [picture.file] * (
+                line is not None and (line.sha256 != sha256 or not is_same)
+            )
             size = nearest_size(image.height, image.width, sizes)
             smaller += image.height < size[0] or image.width < size[1]
             waiting[size].append(_Waiting(picture, sha256, fitted(image, *size)))
@@ -160,6 +172,50 @@ def encode_images(options: Encoding, flags: ImageFlags) -> list[str]:
     if gone:
         say(f"dropped, since no longer in {str(folder)!r}: {list_names(gone)}")
     return errors
+
+
+class _CaptionEncoder:
+    """Embeds the captions of images."""
+
+    def __init__(self, folder: Path, options: Encoding) -> None:
+        from trainer.dit.texts import TextEncoder, digest_of_encoder
+
+        self._encoder = TextEncoder(folder, device=options.device)
+        self.sizes, self.digest = self._encoder.sizes, digest_of_encoder(folder)
+        limit = self.sizes.most or TEXT_TOKENS
+        self._most = options.text_tokens or min(TEXT_TOKENS, limit)
+        if self._most > limit and self.sizes.most is not None:
+            raise InputError(
+                f"--text-tokens must be at most the {limit} of the text encoder; got "
+                f"{self._most}. Leave it out."
+            )
+
+    def check(self, picture: Picture) -> None:
+        """Raises ValueError if the caption has too many tokens."""
+        try:
+            self._encoder.tokens(picture.caption or "", self._most)
+        except InputError as error:
+            raise InputError(f"{picture.file}: {error}") from error
+
+    def encode(self, captions: list[str]) -> list[Any]:
+        """The embedded tokens of captions."""
+        return self._encoder.encode(captions, most=self._most)
+
+
+def _text_encoder(options: Encoding, flags: ImageFlags, found: Pictures) -> _CaptionEncoder | None:
+    if flags.text_encoder is not None:
+        if not found.has_captions:
+            raise InputError(
+                "--text-encoder is for images with captions, in a metadata.jsonl or metadata.csv; "
+                f"got none in {str(options.folder)!r}. Leave it out, or write the file."
+            )
+        return _CaptionEncoder(flags.text_encoder, options)
+    if options.text_tokens is not None:
+        raise InputError(
+            f"--text-tokens belongs to --text-encoder; got {options.text_tokens} without it. Add "
+            "--text-encoder FOLDER, or leave it out."
+        )
+    return None
 
 
 def _settings(
@@ -225,16 +281,17 @@ class _ImageWriter:
         about: dict[str, Any],
         entries: dict[str, ImageLine],
         lines: TextIO,
+        encoder: _CaptionEncoder | None,
     ) -> None:
         self._options, self._flags, self._about = options, flags, about
-        self._entries, self._lines = entries, lines
+        self._entries, self._lines, self._encoder = entries, lines, encoder
         self._vae: Any = None
 
     def write(self, size: tuple[int, int], images: list[_Waiting]) -> list[str]:
         """Writes images of one size; returns the errors of those left out."""
         import numpy as np
 
-        from trainer.dit.encoded_images import ROWS, ImageLine
+        from trainer.dit.encoded_images import ROWS, TEXTS, ImageLine
 
         latents, errors = self._encoded(np.stack([image.pixels for image in images])), []
         finite = [bool(np.isfinite(x).all()) for x in latents]
@@ -254,9 +311,15 @@ class _ImageWriter:
             write_whole(out / ENCODED, lambda part: part.write_text(text, encoding="utf-8"))
         else:  # Another process may have begun.
             require_same(out, self._about, "images")
-        content = json.dumps([[x.picture.file, x.sha256] for x in images])
-        name = f"{height}x{width}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.safetensors"
-        write_tensors(out / IMAGES / name, {ROWS: latents[np.array(finite)]})
+        tensors, places = {ROWS: latents[np.array(finite)]}, [None] * len(images)
+        known = [[x.picture.file, x.sha256] for x in images]
+        if self._encoder is not None:
+            captions = [str(image.picture.caption) for image in images]
+            known = [[*pair, x] for pair, x in zip(known, captions, strict=True)]
+            tensors[TEXTS], places = _joined(self._encoder.encode(captions))
+        content = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        name = f"{height}x{width}-{content[:16]}.safetensors"
+        write_tensors(out / IMAGES / name, tensors)
         shape = (1, *latents.shape[1:3])
         self.note(
             ImageLine(
@@ -268,8 +331,9 @@ class _ImageWriter:
                 size=shape,
                 label=picture.label,
                 caption=picture.caption,
+                text=place,
             )
-            for row, (picture, sha256, _) in enumerate(images)
+            for row, ((picture, sha256, _), place) in enumerate(zip(images, places, strict=True))
         )
         return errors
 
@@ -296,6 +360,16 @@ class _ImageWriter:
 
             self._vae = ImageVae(flags.vae, option="--vae", device=self._options.device)
         return self._vae.encode(images)
+
+
+def _joined(texts: list[Any]) -> tuple[Any, list[Any]]:
+    """All tokens of texts in bfloat16, and the first and the number of those of each."""
+    import numpy as np
+    from ml_dtypes import bfloat16
+
+    counts = [len(text) for text in texts]
+    firsts = np.cumsum([0, *counts[:-1]]).tolist()
+    return np.concatenate(texts).astype(bfloat16), list(zip(firsts, counts, strict=True))
 
 
 def _remove_unused(out: Path, former: set[str]) -> None:

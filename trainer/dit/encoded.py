@@ -42,6 +42,9 @@ class Encoding:
     sizes: tuple[str, ...] = ()
     """Sizes in pixels, as HEIGHTxWIDTH. A video or an image is brought to that of the nearest
     proportions. The default is 480x832 for videos, and follows from `--size` for images."""
+    text_tokens: int | None = None
+    """Largest number of tokens of a caption. The default is 512 for videos, and for images 256, or
+    fewer if the text encoder takes no more."""
     process: tuple[int, int] = (0, 1)
     """Number of this process, from 0, and of all: each encodes its part."""
     device: str | None = None
@@ -53,6 +56,10 @@ class Encoding:
                 raise InputError(
                     f"--sizes must be HEIGHTxWIDTH; got {size!r}. Write them as 480x832."
                 )
+        if self.text_tokens is not None and self.text_tokens < 1:
+            raise InputError(
+                f"--text-tokens must be at least 1; got {self.text_tokens}. Leave it out."
+            )
         index, count = self.process
         if not 0 <= index < count:
             raise InputError(

@@ -2,7 +2,7 @@
 
     data.path    what is read                             latents
     none         the handwritten digits of scikit-learn   pixels from -1 to 1
-    *.npz        the arrays `latents`, `labels`           unchanged
+    *.npz        the arrays `latents`, `labels`, `texts`  unchanged
     a folder     what `trainer.dit.encode` has written    unchanged; pixels from -1 to 1
 
 The first two are kept in memory, and checked when they are opened. Which examples are held out
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Float, Float32, Int
 
 from startrail_jax.errors import InputError
 from trainer.data.dataset import Dataset, held_out_of
@@ -30,6 +30,8 @@ from trainer.dit.encoded_images import KEPT, open_folder
 from trainer.durable import replace_text
 from trainer.errors import MissingPackageError
 
+COUNTS = "text_tokens"
+"""The array of an *.npz file with the number of tokens of each text; without it, all count."""
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Root mean squares of latents that need no factor. The latents of Stable Diffusion before its
 # factor of 0.18215 lie above, those after it within.
@@ -46,6 +48,10 @@ class Example(NamedTuple):
     latent: Float32[np.ndarray, "F H W C"]
     label: int | None
     """Class of the image; None if the model has no classes."""
+    text: Float[np.ndarray, "S D"] | None = None
+    """Embedded tokens of its text, none for no text; None if the model has no texts."""
+    caption: str | None = None
+    """What the text says, if it is known."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +61,9 @@ class _Source:
     name: str
     latent: Callable[[int], Float32[np.ndarray, "F H W C"]]
     labels: Sequence[int | None]
+    text: Callable[[int], Float[np.ndarray, "S D"] | None] = lambda number: None
+    captions: Sequence[str | None] = ()
+    """Captions of all examples, if they have any."""
     content: Any
     """What tells the latents from others."""
     sizes: Sequence[Any] = ()
@@ -68,7 +77,8 @@ class _Source:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Example:
-        return Example(self.latent(index), self.labels[index])
+        caption = self.captions[index] if self.captions else None
+        return Example(self.latent(index), self.labels[index], self.text(index), caption)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +97,12 @@ def open_images(config: DiTTrainConfig, collate: Callable[..., Any]) -> Dataset:
     """Opens what `config.data` names; by default, the handwritten digits of scikit-learn."""
     path = config.data.path
     if path is None:
+        if config.model.text_dim is not None:
+            raise InputError(
+                "A model of texts needs data.path; got model.text_dim="
+                f"{config.model.text_dim} without it. Encode images with --text-encoder, and give "
+                "--data.path."
+            )
         source = _open_digits(config)
     else:
         source = (_open_folder if path.is_dir() else _open_npz)(path, config)
@@ -180,6 +196,8 @@ def _open_folder(path: Path, config: DiTTrainConfig) -> _Source:
         name=str(path),
         latent=lambda number: images.read(number) * scale,
         labels=images.labels,
+        text=images.read_text,
+        captions=images.captions,
         content=images.digest,
         remark=remark,
         sizes=images.sizes,
@@ -193,11 +211,13 @@ def _open_folder(path: Path, config: DiTTrainConfig) -> _Source:
 def _open_npz(path: Path, config: DiTTrainConfig) -> _Source:
     scale = config.data.latent_scale
     find_files(path, "data.path")  # Raises if the file is missing.
-    needed = ["latents"] + ["labels"] * (config.model.classes > 0)
+    is_of_texts = config.model.text_dim is not None
+    needed = ["latents"] + ["labels"] * (config.model.classes > 0) + ["texts"] * is_of_texts
+    wanted = [*needed, *[COUNTS] * is_of_texts]
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             found = archive.files
-            arrays = {name: archive[name] for name in needed if name in found}
+            arrays = {name: archive[name] for name in wanted if name in found}
     except Exception as error:  # For damaged archives, zipfile and numpy raise many types.
         raise InputError(
             "data.path must be a whole *.npz file of arrays without objects; got "
@@ -207,21 +227,23 @@ def _open_npz(path: Path, config: DiTTrainConfig) -> _Source:
     if missing := [name for name in needed if name not in arrays]:
         raise InputError(
             f"{str(path)!r} must hold the arrays {needed} for this model; got {found}. Add "
-            f"{missing}, or use --model.classes 0 for no labels."
+            f"{missing}, or use --model.classes 0 for no labels, and no --model.text-dim for no "
+            "texts."
         )
     latents, count = arrays["latents"], len(np.atleast_1d(arrays["latents"]))
     rms = _check_latents(latents, path, config, scale)
     labels: list[int | None] = [None] * count
     if config.model.classes:
         labels = _check_labels(arrays["labels"], count, path, config.model.classes)
-    shape = (*config.size, config.model.channels)
+    texts, shape = _texts_of_npz(arrays, count, path, config), (*config.size, config.model.channels)
     return _Source(
         name=str(path),
+        text=lambda number: None if texts is None else texts[number],
         latent=lambda number: (latents[number].astype(np.float32) * np.float32(scale)).reshape(
             shape
         ),
         labels=labels,
-        content=_digest(latents),
+        content=(_digest(latents), [_digest(x) for x in texts]) if texts else _digest(latents),
         remark=_warning_of_scale(rms, scale),
     )
 
@@ -282,6 +304,41 @@ def _check_labels(labels: np.ndarray, count: int, path: Path, classes: int) -> l
             f"--model.classes {max(int(labels.max()) + 1, 1)}, or correct it."
         )
     return labels.tolist()
+
+
+def _texts_of_npz(
+    arrays: dict[str, np.ndarray], count: int, path: Path, config: DiTTrainConfig
+) -> list[np.ndarray] | None:
+    """The text of each example; None if the model has no texts."""
+    text_dim, most = config.model.text_dim, config.data.text_tokens
+    if text_dim is None or most is None:
+        return None
+    texts = arrays["texts"]
+    if texts.ndim != 3 or (len(texts), texts.shape[2]) != (count, text_dim):
+        rule = f"`texts` must have the shape [{count}, tokens, model.text_dim={text_dim}]"
+        raise _npz_error(path, rule, texts, "Correct it, or --model.text-dim.")
+    if not np.issubdtype(texts.dtype, np.floating):
+        raise _npz_error(path, "`texts` must be floating", texts, "Convert them.")
+    counts = arrays.get(COUNTS, np.full(count, texts.shape[1]))
+    if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (count,):
+        rule = f"`{COUNTS}` must be {count} integers, one for each of `texts`"
+        raise _npz_error(path, rule, counts, "Save them so, or leave them out.")
+    wrong = (counts < 0) | (counts > min(texts.shape[1], most))
+    if wrong.any():
+        number = int(wrong.argmax())
+        raise InputError(
+            f"A text must have from 0 to {min(texts.shape[1], most)} tokens, as `texts` has "
+            f"{texts.shape[1]} and data.text_tokens is {most}; got {counts[number]} for example "
+            f"{number} of {str(path)!r}. Correct `{COUNTS}`, or --data.text-tokens."
+        )
+    found = [x[:n].astype(np.float32) for x, n in zip(texts, counts, strict=True)]
+    for number, x in enumerate(found):
+        if not np.isfinite(x).all():
+            raise InputError(
+                f"`texts` must be finite in float32; got others in example {number} of "
+                f"{str(path)!r}. Mend or remove it."
+            )
+    return found
 
 
 def _npz_error(path: Path, rule: str, found: np.ndarray, way_out: str) -> InputError:

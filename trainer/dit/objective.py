@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from models.dit import DiT
 from models.hooks import Hooks
 from startrail_jax.tokens.layout import Layout
+from trainer.data.batches import OfRows
 from trainer.data.order import NO_EXAMPLE
-from trainer.dit.batches import Grid, ImageBatch, tokens_of
+from trainer.dit.batches import PADDING, Grid, ImageBatch, RowTexts, tokens_of
 from trainer.dit.config import DiTTrainConfig
 from trainer.dit.diffusion import Kind, draw_times, noised
 from trainer.dit.sizes import sizes_of
@@ -26,6 +28,15 @@ from trainer.planner.models import ModelSizes
 
 # Folded into the key of the seed. Initial weights fold in 0, 1, 2, ...
 TRAINING, MEASURING, DRAWING = range(2**31, 2**31 + 3)
+
+
+class ImageRequest(NamedTuple):
+    """What the model is asked for."""
+
+    labels: Int32[np.ndarray | Array, " B"]
+    """Classes; the number of classes stands for no class."""
+    texts: RowTexts | None = None
+    """For a model with texts."""
 
 
 class NoisyBatch(NamedTuple):
@@ -37,6 +48,8 @@ class NoisyBatch(NamedTuple):
     times: Float32[Array, " B"]
     """0 is the image, 1 is noise."""
     labels: Int32[Array, " B"]
+    rows: OfRows | None
+    """`RowTexts`; None for a model without texts."""
     segment_ids: Int32[Array, "B T"] | None
     """0 for tokens of the image, `PADDING` for others; None if there are no others."""
     targets: Float32[Array, "B T P"]
@@ -128,29 +141,48 @@ class Denoising(Denoiser):
         patches: Any = jax.ShapeDtypeStruct((rows, tokens, config.patch_elements), jnp.float32)
         integers: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
         grid = Grid.of(config.size, config.model.patch)
-        return ImageBatch(patches, integers, integers, grid)
+        texts, length = None, config.data.text_tokens
+        if length is not None:
+            shape = (rows, length, config.model.text_dim)
+            embedded: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            texts = OfRows(RowTexts(embedded, integers))
+        return ImageBatch(patches, integers, texts, integers, grid)
 
     def draw_time(self, key: Key[Array, ""]) -> Float32[Array, ""]:
         return draw_times(key, self._config.diffusion.times)
 
-    def asked(self, batch: ImageBatch, dropped: Bool[Array, " B"]) -> Int32[Array, " B"]:
-        return jnp.where(dropped, self._config.model.classes, batch.labels)
+    def asked(self, batch: ImageBatch, dropped: Bool[Array, " B"]) -> ImageRequest:
+        labels = jnp.where(dropped, self._config.model.classes, batch.labels)
+        if batch.rows is None:
+            return ImageRequest(labels)
+        texts: RowTexts = batch.rows.arrays
+        counts = jnp.where(dropped, 0, jnp.asarray(texts.counts))
+        return ImageRequest(labels, texts._replace(counts=counts))
 
     def shown(
         self,
         patches: Float32[Array, "B T P"],
         times: Float32[Array, " B"],
-        asked: Int32[Array, " B"],
+        asked: ImageRequest,
         *,
         grid: Grid,
     ) -> NoisyBatch:
-        """`asked` are classes; the number of classes stands for no class."""
         tokens = tokens_of(grid, *patches.shape[:2])
         return NoisyBatch(
-            patches=patches, times=times, labels=asked, targets=patches, **tokens._asdict()
+            patches=patches,
+            times=times,
+            labels=jnp.asarray(asked.labels),
+            rows=None if asked.texts is None else OfRows(asked.texts),
+            targets=patches,
+            **tokens._asdict(),
         )
 
     def hidden(self, model: DiT, batch: NoisyBatch) -> Float[Array, "B T width"]:
-        return model.hidden(
-            batch.patches, batch.positions, batch.times, batch.labels, batch.segment_ids
-        )
+        given: dict[str, Any] = {}
+        if batch.rows is not None:
+            texts: RowTexts = batch.rows.arrays
+            index = jnp.arange(texts.tokens.shape[1])
+            ids = jnp.where(index[None] < jnp.asarray(texts.counts)[:, None], 0, PADDING)
+            given = {"text": jnp.asarray(texts.tokens), "text_ids": ids}
+        row = batch.times, batch.labels, batch.segment_ids
+        return model.hidden(batch.patches, batch.positions, *row, **given)

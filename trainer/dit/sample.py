@@ -9,21 +9,25 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 import startrail_jax as st
 from startrail_jax.errors import InputError
 from trainer.config import SHARDED_AXES, MeshConfig
+from trainer.data.dataset import Dataset
+from trainer.dit.batches import texts_of
 from trainer.dit.config import DiTTrainConfig, ImageOptions, name_of, read_size
 from trainer.dit.diffusion import SAMPLERS, Predict, sample
 from trainer.dit.drawing import Drawing, save_grid, to_pixels
 from trainer.dit.encoded_images import KEPT, About, read_about
-from trainer.dit.objective import Denoising
+from trainer.dit.images import open_images
+from trainer.dit.objective import Denoising, ImageRequest
+from trainer.dit.texts import TextEncoder, digest_of_encoder
 from trainer.dit.vae import ImageVae, digest_of_vae, vae_sizes
 from trainer.errors import StorageError
 from trainer.objective import Objective
@@ -33,7 +37,7 @@ from trainer.session import Session
 from trainer.weights.adapters import restore_model
 
 DEFAULT_GUIDANCE = 1.5
-CLASSES_SHOWN = 10
+ROWS_SHOWN = 10
 LEAST_PIXELS = 64
 """Width of an image in a PNG file, at least."""
 
@@ -44,9 +48,7 @@ def sample_images(
     """Draws images with the model of a run, and writes all of them to one file, a new one."""
     kept = run_dir / KEPT
     about = read_about(kept) if kept.is_file() else None
-    names = (about.classes if about is not None else None) or ()
-    labels = rows_of_grid(config, options, names)
-    config = config.of_size(size_to_draw(config, options.size))
+    run, config = config, config.of_size(size_to_draw(config, options.size))
     suffixes, what = _suffixes(config), "images"
     if options.decode is not None:
         _check_decoder(config, about, options.decode, session)
@@ -54,16 +56,16 @@ def sample_images(
     elif config.data.holds_latents:
         what = "latents, which are no pixels"
     out = file_to_write(run_dir, options.out, suffixes, what, session)
+    rows = _rows_to_draw(run, options, about, session)
     decode = None
     if options.decode is not None and session.is_first:
         vae = ImageVae(options.decode, option="--decode", device=options.decode_device)
         decode = vae.decode
-    rows = min(options.batch_size, len(labels))
-    program = program_to_draw(config, mesh, Denoising, rows)
-    grid = _GridOfClasses(program, options, labels, decode)
-    for label in dict.fromkeys(labels) if names else ():
-        name = names[label] if label < len(names) else "no class"
-        session.note(f"row: class {label}, {name!r}")
+    count = min(options.batch_size, len(rows.asked.labels))
+    program = program_to_draw(config, mesh, Denoising, count)
+    grid = _Grid(program, options, rows, decode)
+    for name in rows.names:
+        session.note(f"row: {name}")
     shapes = program.state_shapes.model
     weights, step = restore_model(run_dir, config, shapes, note=session.note)
     session.note(f"model: {run_dir} after step {step}")
@@ -71,6 +73,92 @@ def sample_images(
     if session.is_first:
         place = save_new(out, lambda file: grid.write(images, file, out.suffix))
         session.note(f"{len(images)} {'latents' if out.suffix == '.npz' else 'images'}: {place}")
+
+
+class _GridRows(NamedTuple):
+    """What is drawn: rows of a grid with `samples` images each."""
+
+    names: list[str]
+    """What is drawn in each row, if there is a name for it."""
+    asked: ImageRequest
+    """What each image is drawn of."""
+    arrays: dict[str, Any]
+    """The same as arrays of *.npz files."""
+
+
+def _rows_to_draw(
+    config: DiTTrainConfig, options: ImageOptions, about: About | None, session: Session
+) -> _GridRows:
+    """What sample.py draws."""
+    if config.model.text_dim is None and options.prompt is not None:
+        raise InputError(
+            "--prompt is for a model that has learnt captions; got one with "
+            f"classes={config.model.classes}, text_dim=None. Leave it out."
+        )
+    if config.model.text_dim is None or options.classes is not None:
+        names = (about.classes if about is not None else None) or ()
+        return _rows_of_classes(config, rows_of_grid(config, options, names), names)
+    if options.prompt is None:
+        return _rows_of_examples(open_images(config, list).held_out, options.samples)
+    texts = _encoded(config, options, about, session)
+    names = [repr(prompt) if prompt else "no text" for prompt in options.prompt]
+    return _rows_of_texts(texts, names, [*options.prompt], options.samples)
+
+
+def _encoded(
+    config: DiTTrainConfig, options: ImageOptions, about: About | None, session: Session
+) -> list[Float[np.ndarray, "_ D"]]:
+    """The embedded tokens of `options.prompt`."""
+    prompts, folder, text_dim = options.prompt or (), options.text_encoder, config.model.text_dim
+    if folder is None:
+        return [np.zeros((0, text_dim or 0), np.float32) for _ in prompts]
+    encoder = TextEncoder(folder, device=options.decode_device)
+    if encoder.sizes.text_dim != text_dim:
+        raise InputError(
+            f"--text-encoder must be that of the captions of the run, of {text_dim} channels; got "
+            f"{encoder.sizes.text_dim} in {str(folder)!r}. Give the other folder."
+        )
+    if about is not None and digest_of_encoder(folder) != about.text_model:
+        session.note(
+            f"warning: {folder} has other files than the text encoder with which the captions were "
+            "encoded"
+        )
+    return encoder.encode(prompts)
+
+
+def _rows_of_classes(config: DiTTrainConfig, labels: list[int], names: Sequence[str]) -> _GridRows:
+    """Rows of classes; `labels` are those of all images."""
+    found = [
+        f"class {label}, {names[label] if label < len(names) else 'no class'!r}"
+        for label in (dict.fromkeys(labels) if names else ())
+    ]
+    asked = ImageRequest(np.array(labels, np.int32))
+    return _GridRows(found, asked, {"labels": np.array(labels)})
+
+
+def _rows_of_examples(examples: Any, samples: int) -> _GridRows:
+    """Rows of the texts of the first examples."""
+    found: dict[str, Any] = {}
+    for number in range(len(examples)):
+        example = examples[number]
+        caption = example.caption
+        name = f"text of example {examples.numbers[number]}" if caption is None else repr(caption)
+        found.setdefault(name, example)
+        if len(found) == ROWS_SHOWN:
+            break
+    captions = [example.caption or name for name, example in found.items()]
+    texts = [example.text for example in found.values()]
+    return _rows_of_texts(texts, [*found], captions, samples)
+
+
+def _rows_of_texts(
+    texts: list[Any], names: list[str], captions: list[str], samples: int
+) -> _GridRows:
+    length = max(1, *map(len, texts))
+    each = texts_of([text for text in texts for _ in range(samples)], length)
+    # The only class of a model without classes.
+    asked = ImageRequest(np.zeros(len(each.counts), np.int32), each)
+    return _GridRows(names, asked, {"captions": np.repeat(captions, samples)})
 
 
 def _check_decoder(
@@ -100,17 +188,20 @@ def _check_decoder(
 class GridSampler:
     """Draws images while a run trains, into its folder `samples`: a `trainer.task.Sampler`."""
 
-    def __init__(self, program: Program) -> None:
-        """Compiles nothing yet."""
+    def __init__(self, program: Program, data: Dataset) -> None:
+        """Compiles nothing yet. Of `data`, a model of texts draws what is held out."""
         config: Any = program.config
         self._config = config
         options = ImageOptions(samples=config.sample.images)
-        labels = rows_of_grid(config, options)
-        count = min(options.batch_size, len(labels))
+        if config.model.text_dim is None:
+            rows = _rows_of_classes(config, rows_of_grid(config, options), ())
+        else:
+            rows = _rows_of_examples(data.held_out, options.samples)
+        count = min(options.batch_size, len(rows.asked.labels))
         attention = program.attention
         drawing = _config_to_draw(config, attention, count)
         drawing_program = Program(drawing, attention, Denoising(drawing))
-        self._grid = _GridOfClasses(drawing_program, options, labels)
+        self._grid = _Grid(drawing_program, options, rows)
 
     def __call__(self, weights: Any, step: int, interrupted: Callable[[], bool]) -> tuple[str, ...]:
         """Writes step-N.png, or latents to step-N.npz."""
@@ -127,29 +218,29 @@ class GridSampler:
         return (f"{len(images)} {'latents' if suffix == '.npz' else 'images'}: {path}",)
 
 
-class _GridOfClasses:
-    """Images of some classes, which a program draws."""
+class _Grid:
+    """Images of some classes or texts, which a program draws."""
 
     def __init__(
         self,
         program: Program,
         options: ImageOptions,
-        labels: list[int],
+        rows: _GridRows,
         decode: Callable[[Any], Any] | None = None,
     ) -> None:
         config: Any = program.config
         self._config, self._options = config, options
-        self._labels, self._decode = labels, decode
+        self._rows, self._decode = rows, decode
         model, target = config.model, config.diffusion.target
-        is_guided = bool(config.diffusion.dropout and model.classes)
+        is_guided = bool(config.diffusion.dropout and (model.classes or model.text_dim))
         guidance = options.guidance
         if guidance is None:
             guidance = DEFAULT_GUIDANCE if is_guided else 1.0
         if guidance != 1 and not is_guided:
             raise InputError(
-                "guidance other than 1 needs a model that has learnt to draw with a class and "
-                f"without; got guidance={guidance}, classes={model.classes}, dropout="
-                f"{config.diffusion.dropout}. Use guidance=1."
+                "guidance other than 1 needs a model that has learnt to draw with a class or text "
+                f"and without; got guidance={guidance}, classes={model.classes}, "
+                f"text_dim={model.text_dim}, dropout={config.diffusion.dropout}. Use guidance=1."
             )
         sampler = options.sampler or SAMPLERS[target][0]
 
@@ -160,18 +251,20 @@ class _GridOfClasses:
 
     def draw(self, weights: Any) -> list[Float32[np.ndarray, "F H W C"]]:
         """The images, row by row of the grid, in the scale of the data."""
-        given = np.array(self._labels, np.int32)
-        without = np.full_like(given, self._config.model.classes)
-        seed = self._options.seed
+        given, seed = self._rows.asked, self._options.seed
+        texts = given.texts
+        if texts is not None:
+            texts = texts._replace(counts=np.zeros_like(texts.counts))
+        without = ImageRequest(np.full_like(given.labels, self._config.model.classes), texts)
         drawn = self._drawing.draw(weights, given=given, without=without, seed=seed)
         return [x / np.float32(self._config.data.latent_scale) for x in drawn]
 
     def write(
         self, images: Sequence[Float32[np.ndarray, "F H W C"]], file: IO[bytes], suffix: str
     ) -> None:
-        """Writes a PNG file, or an *.npz file of images or latents and their labels."""
+        """Writes a PNG file, or an *.npz file of images or latents and their labels or captions."""
         if suffix == ".npz":
-            np.savez(file, latents=np.stack(images), labels=np.array(self._labels))
+            np.savez(file, latents=np.stack(images), **self._rows.arrays)
             return
         if self._decode is None:
             pixels = [to_pixels(image) for image in images]
@@ -259,7 +352,7 @@ def rows_of_grid(
         raise InputError(
             f"--classes must be of the {count} classes of the model; got {wrong[0]}. {way_out}"
         )
-    labels = range(min(count, CLASSES_SHOWN)) if options.classes is None else asked
+    labels = range(min(count, ROWS_SHOWN)) if options.classes is None else asked
     return [label for label in labels or [count] for _ in range(options.samples)]
 
 

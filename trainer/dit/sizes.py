@@ -13,8 +13,11 @@ from trainer.sizes import common_sizes
 
 def sizes_of(config: DiTTrainConfig) -> ModelSizes:
     """The sizes of the model of a run."""
-    own = {"time": TIME_CHANNELS, "classes": config.model.classes + 1}
-    return sizes_of_patches(config, weights=dit_weights(), own=own)
+    model, texts = config.model, config.model.text_dim is not None
+    own = {"time": TIME_CHANNELS, "classes": model.classes + 1, "text_dim": model.text_dim or 0}
+    tokens = config.data.text_tokens or 0
+    weights = dit_weights(text=texts)
+    return sizes_of_patches(config, weights=weights, own=own, text_tokens=tokens)
 
 
 def sizes_of_patches(config: Any, *, own: dict[str, int], **others: Any) -> ModelSizes:

@@ -13,6 +13,8 @@ from trainer.task import Smaller
 
 _DIM = 16
 """Channels of a head, where they need not be those of the run."""
+_TEXT_DIM, _TEXT_TOKENS = 32, 8
+"""Channels and number of the tokens of a text, at most, likewise."""
 
 
 def smaller_denoiser(config: Any, to: Smaller) -> Any:
@@ -25,6 +27,16 @@ def smaller_denoiser(config: Any, to: Smaller) -> Any:
         model = replace(model, width=model.heads * dim, mlp_width=mlp)
     size, frames = _fewer_tokens(config, to.tokens)
     return replace(config, model=model, size=size, block_frames=frames)
+
+
+def smaller_dit(config: DiTTrainConfig, to: Smaller) -> DiTTrainConfig:
+    """`Task.smaller`, for a DiT."""
+    found, text_dim = smaller_denoiser(config, to), config.model.text_dim
+    if to.channels is None or text_dim is None:
+        return found
+    tokens = min(config.data.text_tokens or _TEXT_TOKENS, _TEXT_TOKENS)
+    model = replace(found.model, text_dim=min(text_dim, _TEXT_DIM))
+    return replace(found, model=model, data=replace(found.data, text_tokens=tokens))
 
 
 def _fewer_tokens(
@@ -49,10 +61,15 @@ def drawn_images(config: DiTTrainConfig, layout: Any) -> Any:
     from trainer.dit.images import Example
 
     shape, classes = (*config.size, config.model.channels), config.model.classes
+    text_dim, text_tokens = config.model.text_dim, config.data.text_tokens
 
     def draw(rng: np.random.Generator) -> Example:
-        label = int(rng.integers(classes)) if classes else None
-        return Example(rng.standard_normal(shape).astype(np.float32), label)
+        label, text = int(rng.integers(classes)) if classes else None, None
+        latent = rng.standard_normal(shape).astype(np.float32)
+        if text_dim is not None and text_tokens is not None:
+            count = int(rng.integers(text_tokens + 1))
+            text = rng.standard_normal((count, text_dim)).astype(np.float32)
+        return Example(latent, label, text)
 
     return Dataset(
         train=Drawn(make=draw, seed=config.seed),

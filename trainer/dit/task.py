@@ -26,15 +26,19 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         folder = flag("--data.path")
         if folder is None or config.data.path is not None or not Path(folder).is_dir():
             return config
-        from trainer.dit.encoded_images import ENCODED, read_about, sizes_in
+        from trainer.dit.encoded_images import ENCODED, extent_of, read_about
 
         about, path = read_about(Path(folder) / ENCODED), Path(folder)
+        sizes, text_tokens = extent_of(path)
         # What a flag gives is set later, and compared with the folder when it is opened.
         classes = config.model.classes if about.classes is None else len(about.classes)
         model = replace(config.model, channels=about.channels, classes=classes)
         data = replace(config.data, path=path, pixels=about.pixels)
+        if about.text_dim is not None and flag("--model.text-dim") != "None":
+            model = replace(model, classes=0, text_dim=about.text_dim)
+            data = replace(data, text_tokens=max(text_tokens, 1))
         config = replace(config, model=model, data=data)
-        return config if flag("--size") else with_sizes(config, path, sizes_in(path), flag)
+        return config if flag("--size") else with_sizes(config, path, sizes, flag)
 
     def make_objective(self, config: DiTTrainConfig) -> Any:
         from trainer.dit.objective import Denoising
@@ -47,9 +51,9 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
         return sizes_of(config)
 
     def smaller(self, config: DiTTrainConfig, to: Smaller) -> DiTTrainConfig:
-        from trainer.dit.smaller import smaller_denoiser
+        from trainer.dit.smaller import smaller_dit
 
-        return smaller_denoiser(config, to)
+        return smaller_dit(config, to)
 
     def drawn_data(self, config: DiTTrainConfig, layout: Any) -> Dataset:
         from trainer.dit.smaller import drawn_images
@@ -68,8 +72,7 @@ class DiTTask(Task[DiTTrainConfig, ImageOptions]):
     def sampler(self, program: Any, data: Any) -> Sampler | None:
         from trainer.dit.sample import GridSampler
 
-        del data
-        return None if program.config.sample.every is None else GridSampler(program)
+        return None if program.config.sample.every is None else GridSampler(program, data)
 
     def sample(
         self, run_dir: Path, config: DiTTrainConfig, options: ImageOptions, mesh: Any, session: Any

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -78,7 +79,7 @@ class ShardedModel:
             mean_over_tensor=self.partition.mean_over_tensor,
             sum_over_tokens=self.partition.sum_over_tokens,
             expert_axes=self.partition.zero if self.partition.dispatches else (),
-            attend_whole=lambda *tokens: self._alone.local(*tokens)[0],
+            attend_whole=self.attend_whole,
             linear_attention=lambda rule: LinearOnDevice(self.linear(rule)),
             latent_attention=self.attend_latents,
         )
@@ -152,6 +153,13 @@ class ShardedModel:
         ids = segment_ids, segment_ids
         out, _ = self.attention.latent_local(*arrays, *ids, visible_until=visible_until)
         return out
+
+    def attend_whole(
+        self, query: Array, key: Array, value: Array, key_ids: Array | None = None
+    ) -> Array:
+        """Attention of a device's tokens to others that it has whole, as `Hooks.attend_whole`."""
+        query_ids = None if key_ids is None else jnp.zeros(query.shape[:2], jnp.int32)
+        return self._alone.local(query, key, value, query_ids, key_ids)[0]
 
     @functools.cached_property
     def _alone(self) -> Attention:

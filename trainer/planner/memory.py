@@ -304,9 +304,11 @@ def _saved(sizes: StepSizes) -> Part:
             wide, narrow = 8, 3 if model.modulated else 1
         else:
             wide, narrow = 8 if model.modulated else 6, 3
-        if model.text_tokens:
+        if model.norms_over_heads:
             # Another attention, whose norm and input are float32; and norms over all heads.
             wide, narrow = (wide + 6, narrow - 2) if sizes.zero == 3 else (wide + 3, narrow + 1)
+        elif model.text_tokens:
+            wide, narrow = (wide + 3, narrow) if sizes.zero == 3 else (wide + 2, narrow + 1)
         layer = (wide * FLOAT32 // model.itemsize + narrow) * sizes.stream
         copies = 0 if sizes.zero == 3 else FLOAT32 * sizes.stacked_elements
         # What is exchanged, or joined from parts, is saved before and after.
@@ -314,10 +316,12 @@ def _saved(sizes: StepSizes) -> Part:
 
         def of_attention(sizes: StepSizes) -> Amount:
             kept = _shard_bytes(sizes, 1 + outs + 2 * sizes.model.is_gated, 1)
-            if model.text_tokens:
+            if model.norms_over_heads:
                 split = 2 * (np.asarray(tensor) > 1)
                 precise = FLOAT32 * _shard_bytes(sizes, 6 + split, 0) // model.itemsize
                 kept = kept + precise + _shard_bytes(sizes, 2 - split, 0)
+            elif model.text_tokens:
+                kept = kept + _shard_bytes(sizes, 3, 0)
             if sizes.keep_gathered:
                 # In place of the shards.
                 kept += _unit_bytes(sizes, sizes.degrees.team - 1, sizes.degrees.group - 1)

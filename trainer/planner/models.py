@@ -663,6 +663,12 @@ class ModelSizes:
         pairs = sum(self._pairs(window, seq_len) for window in self.layer_windows)
         return 2 * self.heads * (self.head_dim + self.value_head_dim) * pairs / seq_len
 
+    @cached_property
+    def norms_over_heads(self) -> bool:
+        """True if layers attend to a text, with queries and keys that are normalised over all
+        heads."""
+        return self.text_tokens > 0 and any(x.endswith("/heads_scale") for x in self.weights)
+
     @property
     def whole_attentions(self) -> int:
         """Attentions of a layer to a text and to an image."""

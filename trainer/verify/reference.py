@@ -152,8 +152,9 @@ def _attend_latents(
     return attend(query, key, value, **documents)
 
 
-def _attend_whole(query: Array, key: Array, value: Array) -> Array:
-    return dense_attention(query, key, value, np.ones((1, 1, 1, 1), bool))[0]
+def _attend_whole(query: Array, key: Array, value: Array, key_ids: Array | None = None) -> Array:
+    seen: Any = np.ones((1, 1), bool) if key_ids is None else key_ids >= 0
+    return dense_attention(query, key, value, seen[:, None, None])[0]
 
 
 @dataclass(frozen=True)

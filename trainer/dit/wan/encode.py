@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trainer.dit.wan.videos import Video
 
 SIZES = ("480x832",)
+TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,6 @@ class VideoFlags:
     enough."""
     rate: float = 16.0
     """Frames in a second, which are taken from each video; Wan 2.1 has 16, the 5B model 24."""
-    text_tokens: int = 512
-    """Largest number of tokens of a caption."""
 
     def __post_init__(self) -> None:
         if not self.rate > 0 or not self.frames:
@@ -99,6 +98,7 @@ def encode_videos(options: Encoding, flags: VideoFlags) -> list[str]:
         return []
     with storing(out, "OUT"):
         (out / CLIPS).mkdir(parents=True, exist_ok=True)
+    most = options.text_tokens or TEXT_TOKENS
     shape, errors, is_begun = Shape(flags.frames, pixels, flags.rate), [], bool(former)
     models: Any = TorchModels(model, texts=True, device=options.device) if todo else None
     index, count = options.process
@@ -113,7 +113,7 @@ def encode_videos(options: Encoding, flags: VideoFlags) -> list[str]:
                     tensors = read_tensors(held)  # Only the caption has changed.
                 else:
                     tensors = models.video(read_video(options.folder / video.file, shape))
-                tensors["text"] = models.text(video.caption, most=flags.text_tokens)
+                tensors["text"] = models.text(video.caption, most=most)
             except InputError as error:
                 errors.append(str(error))
                 say(f"left out: {error}")
@@ -121,7 +121,7 @@ def encode_videos(options: Encoding, flags: VideoFlags) -> list[str]:
                     _note(lines, out, video.file, entry)
                 continue
             if not is_begun:
-                is_begun = _begin(out, about, models.text("", most=flags.text_tokens))
+                is_begun = _begin(out, about, models.text("", most=most))
             _write_halves(out / CLIPS / name, tensors)
             size, tokens = tensors["latent"].shape[:3], len(tensors["text"])
             clip = ClipLine(name, size, tokens, video.caption)
