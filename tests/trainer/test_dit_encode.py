@@ -471,6 +471,34 @@ def test_captions_that_are_too_long_are_left_out_by_name(images, encoder, capsys
     assert "at most the 9 of the text encoder" in encoded(images, *flags[:-1], "10", out="other")
 
 
+def test_texts_that_are_not_finite_are_left_out_by_name(images, encoder, monkeypatch, capsys):
+    rows = write_captions(images)
+    rows[1]["text"] = "blue"
+    write_metadata(images, rows=rows)
+    found = TextEncoder._encoded
+
+    def broken(self, rows):
+        return [
+            x + (np.nan if WORDS["blue"] in row else 0)
+            for x, row in zip(found(self, rows), rows, strict=True)
+        ]
+
+    monkeypatch.setattr(TextEncoder, "_encoded", broken)
+    assert encoded(images, "--pixels", "--size", "8", "--text-encoder", encoder) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"The text of an image must be finite; got others of {rows[1]['file_name']!r}" in shown
+    lines = read_lines(images.parent / "out")
+    assert len(lines) == 11
+    # Those of the others are theirs.
+    data = opened(configured(images.parent / "out"))
+    parts = [
+        (part.numbers[i], part[i]) for part in (data.train, data.held_out) for i in range(len(part))
+    ]
+    for number, example in parts:
+        tokens = [WORDS[word] for word in lines[number].caption.split()]
+        np.testing.assert_array_equal(example.text, in_halves([*tokens, 1]))
+
+
 def test_an_empty_text_is_none(encoder):
     texts = TextEncoder(encoder).encode(["", "red", "a blue"])
     assert [x.shape for x in texts] == [(0, 6), (2, 6), (3, 6)]
@@ -513,6 +541,7 @@ def test_text_encoders_are_for_captions(images, encoder):
     message = encoded(images, *flags, "--text-encoder", encoder)
     assert "with text_dim=None and 6 now" in message
     assert encoded(images, *flags, "--text-encoder", encoder, out="other") == 0
+    assert "with text_dim=6 and None now" in encoded(images, *flags, out="other")
     write_tokenizer(encoder)
     (encoder / "config.json").write_text((encoder / "config.json").read_text() + " ")
     message = encoded(images, *flags, "--text-encoder", encoder, out="other")

@@ -101,8 +101,10 @@ def encode_images(options: Encoding, flags: ImageFlags) -> list[str]:
     found = find_pictures(folder, flags.text_column)
     about |= {"classes": found.classes and list(found.classes), "captions": found.has_captions}
     encoder = _text_encoder(options, flags, found)
-    if encoder is not None:
-        about |= {"text_dim": encoder.sizes.text_dim, "text_model": encoder.digest}
+    about |= {
+        "text_dim": encoder and encoder.sizes.text_dim,
+        "text_model": encoder and encoder.digest,
+    }
     check_kind(out, IMAGES, (IMAGES, "images-*-of-*.jsonl", f"{ENCODED}*"))
     if out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -152,9 +154,8 @@ def encode_images(options: Encoding, flags: ImageFlags) -> list[str]:
                 say(f"left out: {error}")
                 writer.note([writer.without(picture.file)] if line is not None else [])
                 continue
-            renewed += [picture.file] * (
-                line is not None and (line.sha256 != sha256 or not is_same)
-            )
+            is_renewed = line is not None and (line.sha256 != sha256 or not is_same)
+            renewed += [picture.file] * is_renewed
             size = nearest_size(image.height, image.width, sizes)
             smaller += image.height < size[0] or image.width < size[1]
             waiting[size].append(_Waiting(picture, sha256, fitted(image, *size)))
@@ -293,30 +294,27 @@ class _ImageWriter:
 
         from trainer.dit.encoded_images import ROWS, TEXTS, ImageLine
 
-        latents, errors = self._encoded(np.stack([image.pixels for image in images])), []
-        finite = [bool(np.isfinite(x).all()) for x in latents]
-        for image, is_finite in zip(images, finite, strict=True):
-            if not is_finite:
-                errors.append(
-                    f"The latent of an image must be finite; got others of {image.picture.file!r}. "
-                    "Remove it, or use another VAE."
-                )
-                say(f"left out: {errors[-1]}")
-        images = [image for image, x in zip(images, finite, strict=True) if x]
-        if not images:
-            return errors
+        latents, texts = self._encoded(np.stack([image.pixels for image in images])), None
+        if self._encoder is not None:
+            texts = self._encoder.encode([str(image.picture.caption) for image in images])
+        errors = _not_finite(images, latents, texts)
+        for error in errors.values():
+            say(f"left out: {error}")
+        rows = [row for row in range(len(images)) if row not in errors]
+        if not rows:
+            return [*errors.values()]
+        images = [images[row] for row in rows]
         out, (height, width) = self._options.out, size
         if not (out / ENCODED).is_file():
             text = json.dumps(self._about, indent=2) + "\n"
             write_whole(out / ENCODED, lambda part: part.write_text(text, encoding="utf-8"))
         else:  # Another process may have begun.
             require_same(out, self._about, "images")
-        tensors, places = {ROWS: latents[np.array(finite)]}, [None] * len(images)
+        tensors, places = {ROWS: latents[rows]}, [None] * len(images)
         known = [[x.picture.file, x.sha256] for x in images]
-        if self._encoder is not None:
-            captions = [str(image.picture.caption) for image in images]
-            known = [[*pair, x] for pair, x in zip(known, captions, strict=True)]
-            tensors[TEXTS], places = _joined(self._encoder.encode(captions))
+        if texts is not None:
+            known = [[x.picture.file, x.sha256, x.picture.caption] for x in images]
+            tensors[TEXTS], places = _joined([texts[row] for row in rows])
         content = hashlib.sha256(json.dumps(known).encode()).hexdigest()
         name = f"{height}x{width}-{content[:16]}.safetensors"
         write_tensors(out / IMAGES / name, tensors)
@@ -335,7 +333,7 @@ class _ImageWriter:
             )
             for row, ((picture, sha256, _), place) in enumerate(zip(images, places, strict=True))
         )
-        return errors
+        return [*errors.values()]
 
     def without(self, image: str) -> ImageLine:
         """A line which says that an image is no longer there."""
@@ -360,6 +358,21 @@ class _ImageWriter:
 
             self._vae = ImageVae(flags.vae, option="--vae", device=self._options.device)
         return self._vae.encode(images)
+
+
+def _not_finite(images: list[_Waiting], latents: Any, texts: list[Any] | None) -> dict[int, str]:
+    """An error for each image whose latent or text is not finite, by its row."""
+    import numpy as np
+
+    errors = {}
+    for what, model, arrays in (("latent", "VAE", latents), ("text", "text encoder", texts)):
+        for row, x in enumerate(() if arrays is None else arrays):
+            if not np.isfinite(x).all():
+                errors[row] = (
+                    f"The {what} of an image must be finite; got others of "
+                    f"{images[row].picture.file!r}. Remove it, or use another {model}."
+                )
+    return errors
 
 
 def _joined(texts: list[Any]) -> tuple[Any, list[Any]]:

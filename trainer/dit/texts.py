@@ -78,15 +78,13 @@ class TextEncoder:
         """The tokens of a text.
 
         Raises:
-            ValueError: if they are more than `most`, or the text has no end.
+            ValueError: if they are more than `most`.
         """
         # The tokenizer would warn of a text that is too long for the model.
         found = self._tokenizer(text, verbose=False).input_ids
         if len(found) > most:
             shown = text if len(text) <= 40 else f"{text[:40]}..."
-            least = f"--text-tokens {len(found)}"
-            limit = self.sizes.most
-            way_out = f"Shorten it, or use {least}."
+            limit, way_out = self.sizes.most, f"Shorten it, or use --text-tokens {len(found)}."
             if limit is not None and len(found) > limit:
                 way_out = f"Shorten it: the encoder takes {limit}."
             raise InputError(
@@ -129,6 +127,11 @@ class TextEncoder:
         with torch.no_grad():
             hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
         hidden = hidden.float().cpu().numpy()
+        if hidden.shape[-1] != self.sizes.text_dim:
+            raise InputError(
+                f"{OPTION} must give tokens of its hidden_size, {self.sizes.text_dim}; got "
+                f"{hidden.shape[-1]} from {str(self._folder)!r}. Give another folder."
+            )
         return [x[: len(row)] for x, row in zip(hidden, rows, strict=True)]
 
     def _load(self) -> None:
