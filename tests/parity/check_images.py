@@ -2,7 +2,7 @@
 with tiny random text encoders of transformers.
 
 pip install -e '.[video,images]'
-python tests/parity/check_images.py     # 10 minutes; ends with an error if something differs
+python tests/parity/check_images.py     # 12 minutes; ends with an error if something differs
 """
 
 import json
