@@ -6,7 +6,7 @@ import os
 import sys
 from functools import partial
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -401,7 +401,7 @@ def caption_of(name):
 
 def in_halves(tokens, channels=6):
     wanted = np.array([vector(token, channels) for token in tokens])
-    return wanted.astype(ml_dtypes.bfloat16)
+    return wanted.astype(jnp.bfloat16)
 
 
 def test_captions_become_texts_beside_latents(images, vae, encoder):

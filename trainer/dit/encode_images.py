@@ -377,12 +377,12 @@ def _not_finite(images: list[_Waiting], latents: Any, texts: list[Any] | None) -
 
 def _joined(texts: list[Any]) -> tuple[Any, list[Any]]:
     """All tokens of texts in bfloat16, and the first and the number of those of each."""
+    import jax.numpy as jnp
     import numpy as np
-    from ml_dtypes import bfloat16
 
     counts = [len(text) for text in texts]
     firsts = np.cumsum([0, *counts[:-1]]).tolist()
-    return np.concatenate(texts).astype(bfloat16), list(zip(firsts, counts, strict=True))
+    return np.concatenate(texts).astype(jnp.bfloat16), list(zip(firsts, counts, strict=True))
 
 
 def _remove_unused(out: Path, former: set[str]) -> None:
