@@ -46,13 +46,13 @@ def test_limits_may_change_when_a_run_goes_on():
 
 @pytest.mark.slow
 def test_evaluation_that_is_not_finite_ends_the_run_after_it_is_saved(tmp_path, monkeypatch):
-    require = training_loop.Loop.require_finite_evaluation
+    require = training_loop.Loop._require_finite_evaluation
 
     def diverged(self, step):
-        self.validation_loss = math.nan
+        self._validation_loss = math.nan
         require(self, step)
 
-    monkeypatch.setattr(training_loop.Loop, "require_finite_evaluation", diverged)
+    monkeypatch.setattr(training_loop.Loop, "_require_finite_evaluation", diverged)
     data = tmp_path / "data.bin"
     np.random.default_rng(0).integers(0, 200, 10_000).astype("<u2").tofile(data)
     flags = [*FLAGS.split(), "--data.path", str(data), "--run-dir", str(tmp_path / "run")]

@@ -310,7 +310,8 @@ def test_scores_and_gradients_do_not_depend_on_the_mesh(mesh, model):
     want = one_device(model, gradient_accumulation=parts)
     check_same_gradients(found, want, rtol=1e-5, atol=1e-6)
     got, logprobs = logprobs_of(model, degrees, **changes), logprobs_of(model, st.Degrees())
-    np.testing.assert_allclose(got, logprobs, rtol=1e-6, atol=1e-6)
+    # A difference of logits, which are rounded as the largest is.
+    np.testing.assert_allclose(got, logprobs, rtol=0, atol=1e-6 * np.abs(logprobs).max())
 
 
 def test_whole_rollouts_have_the_experts_of_those_in_rows():

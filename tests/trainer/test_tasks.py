@@ -27,6 +27,7 @@ from startrail_jax.errors import InputError, UnsupportedError
 from trainer import planning, tasks
 from trainer.config import OptimizerConfig
 from trainer.gpt.pretrained.plan_model import is_file_model
+from trainer.loop import Losses
 from trainer.parallel.abstract_step import AbstractStep
 from trainer.planner.hardware import GPUS, Cluster
 from trainer.run.settings import save_config
@@ -74,7 +75,7 @@ def test_third_task_learns_resumes_and_draws(config, monkeypatch, capsys):
 def test_third_task_is_planned(config, monkeypatch, capsys):
     cluster = Cluster(nodes=1, gpus_per_node=4, gpu=GPUS["h100"], port_rate=1e9, ports=1)
     monkeypatch.setattr(planning, "measure_cluster", lambda *_, **given: cluster)
-    assert train.train(replace(config, plan="show")) == ([], None)
+    assert train.train(replace(config, plan="show")) == Losses([], None)
     shown = capsys.readouterr().out
     assert "plan: 1: " in shown
     assert "diffusion" not in shown

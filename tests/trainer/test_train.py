@@ -19,6 +19,7 @@ from refusals import refused
 from startrail_jax.errors import InputError, UnsupportedError
 from trainer.config import AttentionConfig, MeshConfig
 from trainer.gpt.config import GPTTrainConfig, TextSampleConfig
+from trainer.loop import Losses
 from trainer.run.folder import current_versions
 
 pytestmark = pytest.mark.usefixtures("shared")
@@ -94,7 +95,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     # The newest checkpoint is damaged: the run goes on from the one before.
     (tmp_path / "run" / "checkpoints" / "7" / "checksums.json").write_text("{}")
     again = run(tmp_path / "run", f"{RING} --checkpoint.every 1", steps=7)
-    assert again == (undisturbed.train[4:], undisturbed.validation)
+    assert again == Losses(undisturbed.train[4:], undisturbed.validation, is_whole=True)
     assert "the checkpoint of step 4 is used: steps 5 to 7 are lost" in capsys.readouterr().out
     assert logged_steps(tmp_path / "run") == list(range(1, 8))
     # What a save took is in the metrics of a later step.
@@ -102,7 +103,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch
     assert max(json.loads(line).get("checkpoint_seconds", 0) for line in later) > 0
 
     # A run that has all its steps is measured again.
-    assert run(tmp_path / "undisturbed", RING, steps=7) == ([], undisturbed.validation)
+    again = run(tmp_path / "undisturbed", RING, steps=7)
+    assert again == Losses([], undisturbed.validation, is_whole=True)
 
 
 @pytest.mark.slow
