@@ -7,6 +7,7 @@ python tests/parity/check_wan.py        # 1 minute; ends with status 1 if someth
 # ruff: noqa: E402
 
 import dataclasses
+import functools
 import itertools
 import sys
 import tempfile
@@ -31,9 +32,9 @@ import startrail_jax as st
 from programs import make_program, make_wan_config
 from trainer.checkpoints.checkpoint import Checkpoints, save_frozen
 from trainer.config import LoraConfig
+from trainer.dit.batches import padded_text
 from trainer.dit.drawing import Below, Drawing
 from trainer.dit.flow_steps import euler, unipc
-from trainer.dit.wan.batches import padded_text
 from trainer.dit.wan.config_json import read_config
 from trainer.dit.wan.export import export_wan
 from trainer.dit.wan.objective import Asked
@@ -101,7 +102,8 @@ def samples():
         def sample(predict, noise, ours=ours):
             return ours(predict, noise, steps=STEPS, shift=SHIFT)
 
-        asked = [Asked(np.stack([padded_text(x, 8).astype("f4") for x in text])) for text in texts]
+        filled = functools.partial(padded_text, length=8, setting="model.text_tokens")
+        asked = [Asked(np.stack([filled(x).astype("f4") for x in text])) for text in texts]
         noise = []
 
         def spy(predict, x, sample=sample, noise=noise):

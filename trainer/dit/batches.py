@@ -116,14 +116,19 @@ def image_batch(
 
 def texts_of(texts: Sequence[Float[np.ndarray, "_ D"] | None], length: int) -> RowTexts:
     """Texts, all of which are there, filled up to `length` tokens."""
-    tokens = []
-    for text in texts:
-        assert text is not None, "the data have been compared with the model"
-        if len(text) > length:
-            raise InputError(
-                f"Texts must have at most data.text_tokens={length} tokens; got {len(text)}. Use "
-                f"--data.text-tokens {len(text)}."
-            )
-        tokens.append(np.pad(text.astype(jnp.bfloat16), ((0, length - len(text)), (0, 0))))
-    counts = [0 if text is None else len(text) for text in texts]
-    return RowTexts(np.stack(tokens), np.array(counts, np.int32))
+    there = [text for text in texts if text is not None]
+    assert len(there) == len(texts), "the data have been compared with the model"
+    tokens = [padded_text(text, length, "data.text_tokens") for text in there]
+    return RowTexts(np.stack(tokens), np.array([len(text) for text in there], np.int32))
+
+
+def padded_text(
+    text: Float[np.ndarray, "S D"], length: int, setting: str
+) -> Float[np.ndarray, "length D"]:
+    """A text in bfloat16, filled up with zeros to a length, which is that of a setting."""
+    if len(text) > length:
+        raise InputError(
+            f"Captions must have at most {setting}={length} tokens; got {len(text)}. Encode them "
+            f"again, or use --{setting.replace('_', '-')} {len(text)}."
+        )
+    return np.pad(text.astype(jnp.bfloat16), ((0, length - len(text)), (0, 0)))

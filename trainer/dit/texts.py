@@ -13,6 +13,7 @@ from jaxtyping import Float32
 from startrail_jax.errors import InputError
 from trainer.data.files import digest_of_tokens
 from trainer.data.opening import read_object, reading
+from trainer.dit.vae import require_weights
 from trainer.errors import MissingPackageError
 
 OPTION = "--text-encoder"
@@ -159,12 +160,7 @@ class TextEncoder:
             ) from error
         finally:
             transformers.logging.set_verbosity(verbosity)
-        # Transformers leaves them random.
-        if missing := [*found["missing_keys"], *found["mismatched_keys"]]:
-            raise InputError(
-                f"{OPTION} must hold all weights of its model; got {len(missing)} too few in "
-                f"{str(self._folder)!r}, such as {missing[0]!r}. Download it again."
-            )
+        require_weights(found, f"{OPTION} must hold all weights of its model", self._folder)
         self._model = model.to(self._device).eval()
 
 

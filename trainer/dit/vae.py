@@ -75,6 +75,16 @@ def digest_of_vae(folder: Path) -> str:
     return hashlib.sha256("".join(content).encode()).hexdigest()[:16]
 
 
+def require_weights(info: dict[str, Any], rule: str, folder: Path) -> None:
+    """Raises ValueError if a library found too few weights in a folder: it leaves them random.
+    `info` is its `output_loading_info`."""
+    if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
+        raise InputError(
+            f"{rule}; got {len(missing)} too few in {str(folder)!r}, such as {missing[0]!r}. "
+            "Download it again."
+        )
+
+
 class ImageVae:
     """A VAE, loaded in float32."""
 
@@ -104,12 +114,7 @@ class ImageVae:
                 f"{option} must be a whole folder of an {KIND}, with safetensors; got "
                 f"{str(folder)!r}: {error}. Download it again."
             ) from error
-        # Diffusers leaves them random.
-        if missing := [*found["missing_keys"], *found["mismatched_keys"]]:
-            raise InputError(
-                f"{option} must hold all weights of its {KIND}; got {len(missing)} too few in "
-                f"{str(folder)!r}, such as {missing[0]!r}. Download it again."
-            )
+        require_weights(found, f"{option} must hold all weights of its {KIND}", folder)
         self._torch = torch
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._vae: Any = model.to(self._device).eval()

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from startrail_jax.errors import InputError
 from startrail_jax.tokens.layout import Layout
 from trainer.data.batches import OfRows
-from trainer.dit.batches import Grid
+from trainer.dit.batches import Grid, padded_text
 from trainer.dit.patches import patchify
 from trainer.dit.wan.config import MASK_CHANNELS, WanTrainConfig
 
@@ -74,7 +73,7 @@ def clip_batch(
         return layout.permute(patches)
 
     def texts(found: list[Any]) -> np.ndarray:
-        return np.stack([padded_text(x, model.text_tokens) for x in found])
+        return np.stack([padded_text(x, model.text_tokens, "model.text_tokens") for x in found])
 
     rows = texts([clip.text for clip in clips]), texts([empty] * len(clips))
     given = image = None
@@ -98,13 +97,3 @@ def given_channels(given: Float[np.ndarray, "F H W C"] | None) -> Float32[np.nda
     mask = np.zeros((*given.shape[:3], MASK_CHANNELS), np.float32)
     mask[0] = 1
     return np.concatenate([mask, given.astype(np.float32)], axis=-1)
-
-
-def padded_text(text: Float[np.ndarray, "S D"], length: int) -> Float[np.ndarray, "length D"]:
-    """A text in bfloat16, filled up with zeros."""
-    if len(text) > length:
-        raise InputError(
-            f"Captions must have at most model.text_tokens={length} tokens; got {len(text)}. "
-            f"Encode them again, or use --model.text-tokens {len(text)}."
-        )
-    return np.pad(text.astype(jnp.bfloat16), ((0, length - len(text)), (0, 0)))
