@@ -139,13 +139,11 @@ def _rows_of_classes(config: DiTTrainConfig, labels: list[int], names: Sequence[
 def _rows_of_examples(examples: Any, samples: int) -> _GridRows:
     """Rows of the texts of the first examples."""
     found: dict[str, Any] = {}
-    for number in range(len(examples)):
+    for number in range(min(len(examples), ROWS_SHOWN)):
         example = examples[number]
         caption = example.caption
         name = f"text of example {examples.numbers[number]}" if caption is None else repr(caption)
         found.setdefault(name, example)
-        if len(found) == ROWS_SHOWN:
-            break
     captions = [example.caption or name for name, example in found.items()]
     texts = [example.text for example in found.values()]
     return _rows_of_texts(texts, [*found], captions, samples)
